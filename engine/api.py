@@ -1,0 +1,239 @@
+"""What every backend speaks: a request goes in, events come out.
+
+`Engine.generate` is the whole protocol. The engine never prints and never asks; whoever reads the events
+decides what a person sees. Requests are validated when they are made, so an engine trusts them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from engine.errors import UsageError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""`stop`: an end token or a stop string. `length`: max_tokens, or the context is full. `cancelled`: Request.cancel."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation.
+
+    `ids` are the token ids of an assistant's reply as they were generated, without the end-of-turn token.
+    With them the reply is never tokenized again, and the cache is reused right through it.
+    """
+
+    role: Role
+    content: str
+    thinking: str | None = None
+    ids: tuple[int, ...] | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn from the logits.
+
+    The order is: logit bias, penalties, temperature, top-k, top-p, min-p, one draw. `temperature` 0 is greedy: the
+    largest logit, the lowest id among equals. Penalties look at the last `penalty_window` tokens of prompt and reply.
+    """
+
+    temperature: float = 0.7
+    top_k: int = 40
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 0.95
+    """Keep the smallest set of tokens whose probabilities sum to p; 1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one; 0 drops none."""
+    repeat_penalty: float = 1.0
+    """Divide positive and multiply negative logits of seen tokens (Keskar et al. 2019); 1 is off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_window: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """None: the engine draws one and reports it in the stats."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
+            _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number, not {getattr(self, name)}")
+        _check(0 <= self.temperature <= 100, f"temperature must be between 0 and 100, not {self.temperature}")
+        _check(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        _check(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _check(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        _check(self.repeat_penalty > 0, f"repeat_penalty must be above 0, not {self.repeat_penalty}")
+        _check(self.penalty_window >= 0, f"penalty_window must be 0 or more, not {self.penalty_window}")
+        _check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        for token, bias in self.logit_bias.items():
+            _check(not math.isnan(bias), f"the logit bias of token {token} is not a number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to generate. Exactly one of `messages` and `prompt_ids` is given."""
+
+    messages: tuple[Message, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tool descriptions as JSON objects, key order kept, handed to the chat template."""
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    """Tokens of the reply at most, the end token not counted; None: to the end of the context."""
+    stop: tuple[str, ...] = ()
+    """The reply ends before the first of these, also when it spans tokens."""
+    top_logprobs: int | None = None
+    """None: no log probabilities. n: those of the chosen token and of the n most likely ones."""
+    conversation: str = "default"
+    """Whose cache this is: the conversation that owns the positions this request adds."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    cancel: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set from any thread to stop within half a second; what was generated is kept."""
+
+    def __post_init__(self) -> None:
+        _check((self.prompt_ids is None) == bool(self.messages), "a request needs either messages or prompt_ids")
+        _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}")
+        _check(all(self.stop), "a stop string must not be empty")
+        _check(self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "top_logprobs must be between 0 and 20")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """A token and its natural-log probability under the model (before sampling settings)."""
+
+    id: int
+    logprob: float
+    piece: bytes
+    """The token's own bytes; together the pieces of a reply are its UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+    """The most likely tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStats:
+    """The figures of one request, under the names used everywhere (docs/cli.md). None is "not known", never 0."""
+
+    prompt_tokens: int
+    prefill_reused_tokens: int
+    prefill_tokens: int
+    completion_tokens: int = 0
+    ttft_ms: float | None = None
+    """From submit to the first token known."""
+    prefill_tok_s: float | None = None
+    decode_tok_s: float | None = None
+    context_used: int = 0
+    context_size: int = 0
+    kv_bytes: int = 0
+    seed: int | None = None
+    draft_tokens: int | None = None
+    draft_accepted: int | None = None
+    acceptance: float | None = None
+    tokens_per_step: float | None = None
+    restore_ms: float | None = None
+    restored_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A finished reply. `ids` has no end-of-turn token; `text` has no stop string and no control token."""
+
+    text: str
+    ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: TurnStats
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry for each id of `ids`, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """After each chunk: prompt tokens whose K/V exist, of which `reused` cost nothing."""
+
+    done: int
+    total: int
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New whole characters of the reply; the deltas joined are `Reply.text`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should see once: a fallback template, a smaller context, an end token that was guessed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reply: Reply
+
+
+Event = PrefillProgress | TextDelta | Notice | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a program shows about the model that is loaded. Texts are as in the file: sanitize before showing."""
+
+    name: str
+    architecture: str
+    quantization: str
+    num_parameters: int
+    num_layers: int
+    vocab_size: int
+    context_size: int
+    train_context_size: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    backend: str
+    kernels: str
+    """Such as "AVX-512 VNNI"."""
+    threads: int
+    notices: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """A loaded model that answers requests. One request runs at a time; close() frees the memory."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        """Events of one reply, ending with Finished.
+
+        Raises ContextExceededError, TemplateError or EngineError before the first event or not at all. Closing the
+        iterator early stops the work and leaves the cache consistent.
+        """
+        ...
+
+    def count_tokens(self, request: Request) -> int:
+        """Prompt tokens this request would have."""
+        ...
+
+    def forget(self, conversation: str) -> None:
+        """Drop the cache of one conversation."""
+        ...
+
+    def close(self) -> None: ...

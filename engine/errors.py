@@ -1,0 +1,80 @@
+"""Everything that can go wrong for a user, as one tree.
+
+    GoinferError                 what happened, where, what to do
+    ├── UsageError               a flag, command or setting that cannot be obeyed
+    ├── ModelError               the model cannot be used
+    │   ├── ModelNotFoundError   no such file, catalogue name or hub repository
+    │   ├── ModelFileError       a GGUF that is damaged, cut or hostile
+    │   ├── UnsupportedModelError  an architecture, tensor type or CPU this engine does not run
+    │   ├── DownloadError        a model could not be fetched or failed its checksum
+    │   └── OutOfMemoryError     weights and cache do not fit into the memory that is free
+    ├── TemplateError            a chat template that refuses the messages or cannot be rendered
+    ├── ContextExceededError     a prompt longer than the context
+    └── EngineError              the engine cannot go on with this request
+
+Whatever comes from a file, a flag, the network, a model or a tool raises one of these; `assert` is for
+our own mistakes only. The message is one sentence a user can act on, and only the CLI, the REPL and
+the server show it.
+"""
+
+from __future__ import annotations
+
+
+class GoinferError(Exception):
+    """The root. `exit_code` is what the program returns when nothing catches it (docs/cli.md)."""
+
+    exit_code = 1
+
+
+class UsageError(GoinferError):
+    exit_code = 2
+
+
+class ModelError(GoinferError):
+    exit_code = 3
+
+
+class ModelNotFoundError(ModelError):
+    pass
+
+
+class ModelFileError(ModelError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    pass
+
+
+class DownloadError(ModelError):
+    pass
+
+
+class OutOfMemoryError(ModelError):
+    """Says both numbers: what is needed and what is free."""
+
+
+class TemplateError(GoinferError):
+    pass
+
+
+class ContextExceededError(GoinferError):
+    """Raised with both numbers; `prompt_tokens` and `context_size` carry them for callers.
+
+    `prompt_tokens` must be less than `context_size`: one position is needed for the reply.
+    """
+
+    exit_code = 4
+
+    def __init__(self, prompt_tokens: int, context_size: int) -> None:
+        over = prompt_tokens - context_size + 1
+        super().__init__(
+            f"the prompt has {prompt_tokens:,} tokens, which is {over:,} more than fit into the context of "
+            f"{context_size:,} (one is kept for the reply); shorten it, /reset, or start with a larger --ctx"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_size = context_size
+
+
+class EngineError(GoinferError):
+    pass
