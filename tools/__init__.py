@@ -1,0 +1,1 @@
+"""Tools a model may call. Imports neither `engine` nor `goinfer_chat`."""
