@@ -1,0 +1,224 @@
+"""Random models of a few layers, as valid GGUF files: `write_tiny_model(path, "qwen3", tensor_types=TensorType.Q4_K)`.
+
+The words make no sense and everything else is real: tensor names and metadata keys as llama.cpp's converter writes
+them, a vocabulary that covers every text, a chat template, blocks of any supported type. The same seed gives the
+same file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from tiny_vocab import bpe_metadata, spm_metadata
+
+from engine.quant import TensorType, block_shape, dequantize
+
+Architecture = Literal["llama", "qwen2", "qwen3", "gemma3"]
+
+_PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}
+# Byte offsets of the float16 scale and minimum in a block, for types that `gguf` cannot quantize.
+_SCALE_OFFSETS = {
+    TensorType.Q2_K: (80, 82),
+    TensorType.Q3_K: (108,),
+    TensorType.Q4_K: (0, 2),
+    TensorType.Q5_K: (0, 2),
+    TensorType.Q6_K: (208,),
+    TensorType.IQ4_NL: (0,),
+    TensorType.IQ4_XS: (0,),
+}
+# The minimum, in units of the scale, that centres random integers on zero: the middle of q.
+_CENTRE = {TensorType.Q2_K: 1.5, TensorType.Q4_K: 7.5, TensorType.Q5_K: 15.5}
+
+
+def random_blocks(
+    type: TensorType, shape: tuple[int, ...], rng: np.random.Generator, *, std: float = 0.05
+) -> NDArray[np.uint8]:
+    """Valid blocks [..., row bytes] of weights [..., K] with mean near 0 and about this standard deviation."""
+    span, size = block_shape(type)
+    assert shape[-1] % span == 0, f"{shape[-1]} values are not whole blocks of {type.name}"
+    if type not in _SCALE_OFFSETS:
+        values = rng.normal(0.0, std, shape).astype(np.float32)
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType(int(type))).view(np.uint8)
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // span, size), dtype=np.uint8)
+    spread = rng.uniform(0.5, 1.5, blocks.shape[:-1])
+
+    def set_scales(scale: float) -> None:
+        for offset, factor in zip(_SCALE_OFFSETS[type], (1.0, _CENTRE.get(type, 0.0)), strict=False):
+            halves = (scale * factor * spread).astype("<f2")[..., None]
+            blocks[..., offset : offset + 2] = halves.view(np.uint8)
+
+    set_scales(1.0)
+    set_scales(std / float(dequantize(type, blocks).std()))
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _type_of(name: str, types: TensorType | Mapping[str, TensorType]) -> TensorType:
+    if isinstance(types, TensorType):
+        return types
+    return next((type for pattern, type in types.items() if fnmatch.fnmatchcase(name, pattern)), TensorType.Q8_0)
+
+
+def _matrices_and_vectors(
+    architecture: Architecture,
+    *,
+    num_layers: int,
+    hidden: int,
+    q_size: int,
+    kv_size: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    tied: bool,
+) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape (rows, columns) or (length,), in the order of a converted file."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden)}
+    for layer in range(num_layers):
+        block: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (hidden,),
+            "attn_q.weight": (q_size, hidden),
+            "attn_k.weight": (kv_size, hidden),
+            "attn_v.weight": (kv_size, hidden),
+            "attn_output.weight": (hidden, q_size),
+            "ffn_norm.weight": (hidden,),
+            "ffn_gate.weight": (ffn, hidden),
+            "ffn_up.weight": (ffn, hidden),
+            "ffn_down.weight": (hidden, ffn),
+        }
+        if architecture == "qwen2":
+            block |= {"attn_q.bias": (q_size,), "attn_k.bias": (kv_size,), "attn_v.bias": (kv_size,)}
+        if architecture in ("qwen3", "gemma3"):
+            block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        if architecture == "gemma3":
+            block |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["output_norm.weight"] = (hidden,)
+    if not tied:
+        shapes["output.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _write(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[TensorType, NDArray[np.uint8]]],
+    split_max_tensors: int,
+) -> Path:
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"], split_max_tensors=split_max_tensors)
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+    for name, (tensor_type, raw) in tensors.items():
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType(int(tensor_type)))
+    paths = writer.format_shard_names(path)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return paths[0]
+
+
+def write_tiny_model(
+    path: Path,
+    architecture: Architecture = "llama",
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    hidden_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    ffn_size: int = 512,
+    context_size: int = 2048,
+    sliding_window: int = 32,
+    rope_base: float = 10000.0,
+    rope_factors: Sequence[float] | None = None,
+    tied: bool = True,
+    vocab: Literal["bpe", "spm"] | None = None,
+    tensor_types: TensorType | Mapping[str, TensorType] = TensorType.Q8_0,
+    tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    split_max_tensors: int = 0,
+) -> Path:
+    """Write the model and return its path, of the first shard when `split_max_tensors` makes it a split set.
+
+    `tensor_types`: one type for all matrices, or {fnmatch pattern of names: type}, first match, Q8_0 for the rest.
+    Vectors are F32. hidden_size, ffn_size and num_heads * head_dim are whole blocks of the types used (256 values for
+    K-quants and IQ4_XS, else 32). `rope_factors`: head_dim / 2 numbers, as Llama 3 has them. `vocab`: SPM for gemma3,
+    byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None). `metadata` adds or
+    replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
+    """
+    vocab = vocab or ("spm" if architecture == "gemma3" else "bpe")
+    if vocab == "spm":
+        vocabulary = spm_metadata(gemma=architecture == "gemma3")
+    else:
+        vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
+    vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
+
+    keys: dict[str, Any] = {
+        "context_length": context_size,
+        "embedding_length": hidden_size,
+        "block_count": num_layers,
+        "feed_forward_length": ffn_size,
+        "attention.head_count": num_heads,
+        "attention.head_count_kv": num_kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": rope_base,
+    }
+    if architecture == "llama":
+        keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
+    if architecture in ("qwen3", "gemma3") or head_dim * num_heads != hidden_size:
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if architecture == "gemma3":
+        keys |= {"attention.sliding_window": sliding_window}
+    values: dict[str, Any] = {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": f"Tiny {architecture}",
+        **{f"{architecture}.{key}": value for key, value in keys.items()},
+        **vocabulary,
+        "general.quantization_version": 2,
+        **(metadata or {}),
+    }
+
+    shapes = _matrices_and_vectors(
+        architecture,
+        num_layers=num_layers,
+        hidden=hidden_size,
+        q_size=num_heads * head_dim,
+        kv_size=num_kv_heads * head_dim,
+        head_dim=head_dim,
+        ffn=ffn_size,
+        vocab=vocab_size,
+        tied=tied,
+    )
+    stored: dict[str, tuple[TensorType, NDArray[np.uint8]]] = {}
+    for name, shape in shapes.items():
+        # Seeded by name: a tensor's values do not depend on which other tensors the file has.
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if len(shape) == 1:
+            vector = rng.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype("<f4")
+            stored[name] = TensorType.F32, vector.view(np.uint8)
+        else:
+            # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.
+            std = (2.0 if name in ("token_embd.weight", "output.weight") else 1.0) / shape[-1] ** 0.5
+            tensor_type = _type_of(name, tensor_types)
+            stored[name] = tensor_type, random_blocks(tensor_type, shape, rng, std=std)
+    extra = dict(tensors or {})
+    if rope_factors is not None:
+        assert len(rope_factors) == head_dim // 2
+        extra["rope_freqs.weight"] = np.array(rope_factors, np.float32)
+    stored |= {
+        name: (TensorType.F32, np.ascontiguousarray(array, "<f4").view(np.uint8))
+        for name, array in extra.items()
+        if array is not None
+    }
+    stored = {name: tensor for name, tensor in stored.items() if extra.get(name, ...) is not None}
+    return _write(path, {key: value for key, value in values.items() if value is not None}, stored, split_max_tensors)
