@@ -1,0 +1,395 @@
+"""How quantized weights lie in memory, and how a kernel takes them apart.
+
+A group is 16 weight rows side by side. Its blocks are the file's blocks, the same bytes in the same precision; only
+their order differs, so that one 64-byte load brings the same four bytes of each of the 16 rows:
+
+    group = words of block 0, words of block 1, ... | meta of block 0, meta of block 1, ...
+
+The words (the packed small integers) start at a cache line, the meta (scales and the like) follow behind them. Both
+consist of segments: a segment (offset, size, unit) is `size` bytes at `offset` of the file's block, cut into units of 4
+or 2 bytes; unit u of row r lies at (u * 16 + r) * unit. See docs/kernels.md for a drawing.
+
+In a block, one sub-block is a run of consecutive k with a scale of its own: 32 or 16 values of a K-quant, all 32 of
+the simple formats. `sub_block` gives its weights as vectors of 64 unsigned bytes, four consecutive k for each row.
+The value of a weight is d * scale * (byte - bias) - dmin * min, or d * (byte - bias) + m for the simple formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kernels.ir import F16, I16, I32, I64, VB, VF, VI, Int, KernelBuilder, Value, fill, ir, vector
+from engine.kernels.target import Target
+from engine.quant import IQ4_VALUES, TensorType, block_shape
+
+ROWS = 16
+"""Weight rows of a group: the lanes of a vector."""
+
+Segment = tuple[int, int, int]
+SubBlock = Callable[[KernelBuilder, "Group", Value, Value], list[Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Addresses of one group's block while it is being multiplied."""
+
+    words: Value
+    meta: Value
+    scratch: Value
+    """Memory for four vectors that `prepare` fills once a block."""
+    target: Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """One tensor type as the kernels see it."""
+
+    type: TensorType
+    words: tuple[Segment, ...]
+    meta: tuple[Segment, ...]
+    sub_size: int = 32
+    sub_block: SubBlock | None = None
+    """(b, group, i, offset of i's first k in the block) -> sub_size / 4 vectors of 64 bytes. None: floats."""
+    prepare: Callable[[KernelBuilder, Group], None] = lambda b, g: None
+    scale: Callable[[KernelBuilder, Group, Int], Value] | None = None
+    """Scale of sub-block i as <16 x i32>; None: the format has one scale a block."""
+    minimum: Callable[[KernelBuilder, Group, Int], Value] | None = None
+    """Min of sub-block i as <16 x i32>, not negative."""
+    scale_at: int = 0
+    """Offset in the meta of the f16 d (2-byte units) or of the pair d, dmin or d, m (4-byte units)."""
+    has_second: bool = False
+    """Whether d shares its word with a second f16: dmin or m."""
+    bias: int = 0
+    wide: bool = False
+    """Whether weight bytes go beyond 127. Then bias is 128 and their signed form is byte - 128."""
+    permute: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = field(default=None, compare=False)
+    """Reorders bits inside the blocks before they are laid out."""
+
+    @property
+    def span(self) -> int:
+        """Values of a block; floats are taken 32 at a time."""
+        return 32 if self.sub_block is None else block_shape(self.type)[0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of `span` values in the file, and of one row's share in memory."""
+        values, size = block_shape(self.type)
+        return size * (self.span // values)
+
+    @property
+    def num_subs(self) -> int:
+        return self.span // self.sub_size
+
+    @property
+    def words_bytes(self) -> int:
+        return ROWS * sum(size for _, size, _ in self.words)
+
+    @property
+    def meta_bytes(self) -> int:
+        return ROWS * sum(size for _, size, _ in self.meta)
+
+    def group_bytes(self, num_blocks: int) -> int:
+        """Bytes of one group, rounded up to a cache line so that the next one starts at a line too."""
+        return -(-num_blocks * (self.words_bytes + self.meta_bytes) // 64) * 64
+
+
+def lay_out(fmt: WeightFormat, raw: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Write rows of blocks as the file has them into groups.
+
+    raw: uint8 [N, num_blocks * block_bytes]; out: uint8 [ceil(N / 16), group_bytes]. Missing rows are zeros.
+    """
+    num_blocks = raw.shape[1] // fmt.block_bytes
+    groups = out.shape[0]
+    if groups * ROWS != raw.shape[0]:
+        raw = np.concatenate([raw, np.zeros((groups * ROWS - raw.shape[0], raw.shape[1]), np.uint8)])
+    blocks = raw.reshape(groups, ROWS, num_blocks, fmt.block_bytes)
+    if fmt.permute is not None:
+        blocks = fmt.permute(blocks)
+    start = 0
+    for segments in (fmt.words, fmt.meta):
+        size = ROWS * sum(s for _, s, _ in segments)
+        area = out[:, start : start + num_blocks * size].reshape(groups, num_blocks, size)
+        at = 0
+        for offset, length, unit in segments:
+            source = blocks[..., offset : offset + length].reshape(groups, ROWS, num_blocks, length // unit, unit)
+            target = area[..., at : at + ROWS * length].reshape(groups, num_blocks, length // unit, ROWS, unit)
+            target[...] = source.transpose(0, 2, 3, 1, 4)
+            at += ROWS * length
+        start += num_blocks * size
+
+
+# ---------------------------------------------------------------- pieces of sub_block
+def _shift(b: KernelBuilder, x: Value, amount: Int) -> Value:
+    """Logical right shift of each 32-bit lane by a count that is a constant or an i64."""
+    if isinstance(amount, int):
+        return b.lshr(x, fill(VI, amount)) if amount else x
+    return b.lshr(x, b.splat(b.trunc(amount, I32)))
+
+
+def _and(b: KernelBuilder, x: Value, byte: int) -> Value:
+    """Mask each byte of 32-bit lanes."""
+    return b.and_(x, fill(VI, byte * 0x01010101))
+
+
+def _bits(b: KernelBuilder, word: Value, shift: Int, mask: int, up: int = 0) -> Value:
+    """((byte >> shift) & mask) << up in each byte."""
+    x = _and(b, _shift(b, word, shift), mask)
+    return b.shl(x, fill(VI, up)) if up else x
+
+
+def _part(b: KernelBuilder, i: Value, shift: int, mask: int) -> Value:
+    """(i >> shift) & mask of an i64."""
+    x = b.lshr(i, I64(shift)) if shift else i
+    return b.and_(x, I64(mask))
+
+
+def _words(b: KernelBuilder, g: Group, first: Int, count: int, base: int = 0) -> list[Value]:
+    """Words first .. first + count of the words plane, in a segment that starts `base` words in."""
+    offset = b.times(first, 64)
+    return [b.read(VI, g.words, offset, 64 * (base + w)) for w in range(count)]
+
+
+def _as_bytes(b: KernelBuilder, words: list[Value]) -> list[Value]:
+    return [b.bitcast(w, VB) for w in words]
+
+
+def _lookup_iq4(b: KernelBuilder, codes: Value, target: Target) -> Value:
+    """IQ4 values + 128 of 64 codes 0..15."""
+    table = [v + 128 for v in IQ4_VALUES]
+    if target.dot == "vnni":
+        return b.intrinsic("llvm.x86.avx512.pshuf.b.512", VB, ir.Constant(VB, table * 4), codes)
+    width = 32 if target.dot == "maddubs" else 16
+    name = "llvm.x86.avx2.pshuf.b" if width == 32 else "llvm.aarch64.neon.tbl1.v16i8"
+    small = vector(VB.element, width)
+    parts = [
+        b.intrinsic(name, small, ir.Constant(small, table * (width // 16)), b.pick(codes, codes, range(o, o + width)))
+        for o in range(0, 64, width)
+    ]
+    while len(parts) > 1:
+        width *= 2
+        parts = [b.pick(x, y, range(width)) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+# ---------------------------------------------------------------- the simple formats: 32 values, one scale
+def _nibble_halves(b: KernelBuilder, g: Group) -> list[Value]:
+    """Byte j holds value j in its low and value j + 16 in its high bits."""
+    words = _words(b, g, 0, 4)
+    return [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
+
+
+def _q4_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    return _as_bytes(b, _nibble_halves(b, g))
+
+
+def _q5_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    # The fifth bits come first in the meta; `_spread_fifth_bits` put bit 4w + j at bit w of byte j.
+    high = b.read(VI, g.meta)
+    return _as_bytes(b, [b.or_(w, _bits(b, high, q, 1, 4)) for q, w in enumerate(_nibble_halves(b, g))])
+
+
+def _spread_fifth_bits(offset: int) -> Callable[[NDArray[np.uint8]], NDArray[np.uint8]]:
+    def permute(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        out = blocks.copy()
+        bits = np.unpackbits(blocks[..., offset : offset + 4], axis=-1, bitorder="little")
+        bits = bits.reshape(*bits.shape[:-1], 8, 4).swapaxes(-1, -2)
+        out[..., offset : offset + 4] = np.packbits(bits.reshape(*bits.shape[:-2], 32), axis=-1, bitorder="little")
+        return out
+
+    return permute
+
+
+def _q8_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    """Signed bytes in the file; + 128 makes them unsigned."""
+    return _as_bytes(b, [b.xor(w, fill(VI, -0x7F7F7F80)) for w in _words(b, g, 0, 8)])
+
+
+def _iq4_nl(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    return [_lookup_iq4(b, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+
+
+# ---------------------------------------------------------------- the K-quants: 256 values in sub-blocks
+def _byte_of(b: KernelBuilder, base: Value, i: Int, *offset: int) -> Value:
+    """Byte i of the four-byte words that start at base + offset, as <16 x i32>."""
+    if isinstance(i, int):
+        word = b.read(VI, base, *offset, 64 * (i >> 2))
+        return b.and_(_shift(b, word, 8 * (i & 3)), fill(VI, 255))
+    word = b.read(VI, base, *offset, b.times(_part(b, i, 2, 63), 64))
+    return b.and_(_shift(b, word, b.times(_part(b, i, 0, 3), 8)), fill(VI, 255))
+
+
+def _q4_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    """Word w of pair i / 2: sub-block i in the low bits when i is even, in the high bits when odd."""
+    shift = b.times(_part(b, i, 0, 1), 4)
+    return _as_bytes(b, [_bits(b, w, shift, 15) for w in _words(b, g, b.times(_part(b, i, 1, 3), 8), 8)])
+
+
+def _q5_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    """As Q4_K; bit i of byte j of the second segment is the fifth bit of value j of sub-block i."""
+    low_shift = b.times(_part(b, i, 0, 1), 4)
+    low = _words(b, g, b.times(_part(b, i, 1, 3), 8), 8)
+    high = _words(b, g, 0, 8, base=32)
+    return _as_bytes(
+        b, [b.or_(_bits(b, x, low_shift, 15), _bits(b, h, i, 1, 4)) for x, h in zip(low, high, strict=True)]
+    )
+
+
+def _k_scales(b: KernelBuilder, g: Group) -> None:
+    """Unpack 8 scales and 8 mins of 6 bits from 12 bytes: scratch = scales 0-3, 4-7, mins 0-3, 4-7."""
+    first, second, third = (b.read(VI, g.meta, 64 * w) for w in (1, 2, 3))
+    unpacked = (
+        _bits(b, first, 0, 63),
+        b.or_(_bits(b, third, 0, 15), b.and_(_shift(b, first, 2), fill(VI, 0x30303030))),
+        _bits(b, second, 0, 63),
+        b.or_(_bits(b, third, 4, 15), b.and_(_shift(b, second, 2), fill(VI, 0x30303030))),
+    )
+    for n, x in enumerate(unpacked):
+        b.write(x, g.scratch, 64 * n)
+
+
+def _k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+    return _byte_of(b, g.scratch, i)
+
+
+def _k_min(b: KernelBuilder, g: Group, i: Int) -> Value:
+    return _byte_of(b, g.scratch, i, 128)
+
+
+def _six_bit_parts(b: KernelBuilder, i: Value) -> tuple[Value, Value, Value]:
+    """Sub-block i = 8 n + 2 j + s of 16: half n of the block, bit pair j, 16-value half s."""
+    return _part(b, i, 3, 1), _part(b, i, 1, 3), _part(b, i, 0, 1)
+
+
+def _q6_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    """Low bits: nibble j / 2 of word 16 n + 8 (j & 1) + 4 s + w; high bits: pair j of word 8 n + 4 s + w."""
+    n, j, s = _six_bit_parts(b, i)
+    low_shift, high_shift = b.times(_part(b, j, 1, 1), 4), b.times(j, 2)
+    low = _words(b, g, b.sum(b.times(n, 16), b.times(_part(b, j, 0, 1), 8), b.times(s, 4)), 4)
+    high = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4, base=32)
+    return _as_bytes(
+        b, [b.or_(_bits(b, x, low_shift, 15), _bits(b, h, high_shift, 3, 4)) for x, h in zip(low, high, strict=True)]
+    )
+
+
+def _q6_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+    """Signed bytes."""
+    return b.ashr(b.shl(_byte_of(b, g.meta, i), fill(VI, 24)), fill(VI, 24))
+
+
+def _q2_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    n, j, s = _six_bit_parts(b, i)
+    words = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4)
+    return _as_bytes(b, [_bits(b, w, b.times(j, 2), 3) for w in words])
+
+
+def _q2_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+    return b.and_(_byte_of(b, g.meta, i, 64), fill(VI, 15))
+
+
+def _q2_k_min(b: KernelBuilder, g: Group, i: Int) -> Value:
+    return b.lshr(_byte_of(b, g.meta, i, 64), fill(VI, 4))
+
+
+def _q3_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    """Two low bits as Q2_K; bit 4 n + j of byte l of the second segment is the third."""
+    n, j, s = _six_bit_parts(b, i)
+    low = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4)
+    high = _words(b, g, b.times(s, 4), 4, base=16)
+    bit = b.sum(b.times(n, 4), j)
+    return _as_bytes(
+        b, [b.or_(_bits(b, x, b.times(j, 2), 3), _bits(b, h, bit, 1, 2)) for x, h in zip(low, high, strict=True)]
+    )
+
+
+def _q3_k_scales(b: KernelBuilder, g: Group) -> None:
+    """16 scales of 6 bits from 12 bytes: four low bits in the first two words, two high bits in the third."""
+    words = [b.read(VI, g.meta, 64 * w) for w in range(3)]
+    for q in range(4):
+        low = _bits(b, words[q & 1], 4 * (q >> 1), 15)
+        b.write(b.or_(low, _bits(b, words[2], 2 * q, 3, 4)), g.scratch, 64 * q)
+
+
+def _q3_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+    return b.sub(_byte_of(b, g.scratch, i), fill(VI, 32))
+
+
+def _iq4_xs(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+    words = _words(b, g, b.times(i, 4), 4)
+    codes = [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
+    return [_lookup_iq4(b, b.bitcast(c, VB), g.target) for c in codes]
+
+
+def _iq4_xs_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+    """Four low bits from a word, two high bits from the 16 that follow d."""
+    four, two = (4 * i, 2 * i) if isinstance(i, int) else (b.times(i, 4), b.times(i, 2))
+    low = b.and_(_shift(b, b.read(VI, g.meta, 64), four), fill(VI, 15))
+    high = b.zext(b.read(vector(I16, 16), g.meta, 32), VI)
+    high = b.shl(b.and_(_shift(b, high, two), fill(VI, 3)), fill(VI, 4))
+    return b.sub(b.or_(low, high), fill(VI, 32))
+
+
+def block_scales(b: KernelBuilder, fmt: WeightFormat, meta: Value) -> tuple[Value, Value | None]:
+    """d and, where the format has one, dmin or m: <16 x f32>."""
+    if not fmt.has_second:
+        return b.halves(meta, fmt.scale_at), None
+    word = b.read(VI, meta, fmt.scale_at)
+    short, half = vector(I16, 16), vector(F16, 16)
+    d = b.fpext(b.bitcast(b.trunc(word, short), half), VF)
+    return d, b.fpext(b.bitcast(b.trunc(b.lshr(word, fill(VI, 16)), short), half), VF)
+
+
+_T = TensorType
+FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
+    {
+        f.type: f
+        for f in (
+            WeightFormat(type=_T.F32, words=((0, 128, 4),), meta=()),
+            WeightFormat(type=_T.F16, words=((0, 64, 2),), meta=()),
+            WeightFormat(type=_T.BF16, words=((0, 64, 2),), meta=()),
+            WeightFormat(type=_T.Q4_0, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_q4_0, bias=8),
+            WeightFormat(type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), sub_block=_q4_0, has_second=True),
+            WeightFormat(
+                type=_T.Q5_0, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), sub_block=_q5_0, bias=16,
+                scale_at=64, permute=_spread_fifth_bits(2),
+            ),
+            WeightFormat(
+                type=_T.Q5_1, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), sub_block=_q5_0, has_second=True,
+                scale_at=64, permute=_spread_fifth_bits(4),
+            ),
+            WeightFormat(type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True),
+            WeightFormat(
+                type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True
+            ),
+            WeightFormat(
+                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
+                scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
+            ),
+            WeightFormat(
+                type=_T.Q3_K, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
+                sub_block=_q3_k, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
+            ),
+            WeightFormat(
+                type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q4_k,
+                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
+            ),
+            WeightFormat(
+                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
+                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
+            ),
+            WeightFormat(
+                type=_T.Q6_K, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
+                sub_block=_q6_k, scale=_q6_k_scale, scale_at=256, bias=32,
+            ),
+            WeightFormat(
+                type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs, scale=_iq4_xs_scale,
+                bias=128, wide=True,
+            ),
+        )
+    }
+)  # fmt: skip
+"""All tensor types the kernels multiply."""
