@@ -43,10 +43,10 @@ _NUMBERS: Final[Mapping[int, str]] = MappingProxyType(
     {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 )
 # By number; those of TensorType among them. Only to say what an unsupported type is called.
-_GGML_TYPE_NAMES: Final = tuple(
+_GGML_TYPE_NAMES: Final = (
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
     "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 "
-    "IQ4_NL_8_8 MXFP4 NVFP4 Q1_0".split()
+    "IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
 )
 _SHARD_NAME: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -242,7 +242,7 @@ class _Header:
         try:
             tensor_type = TensorType(number)
         except ValueError:
-            name = _GGML_TYPE_NAMES[number] if number < len(_GGML_TYPE_NAMES) else str(number)
+            name = dict(enumerate(_GGML_TYPE_NAMES.split())).get(number, str(number))
             supported = ", ".join(type.name for type in TensorType)
             raise UnsupportedModelError(
                 f"{_shown(self.path.name)}: {what} has type {name}, which is not supported; supported: {supported}"

@@ -111,9 +111,10 @@ def _fields(packed: Bytes, bits: int, group: int) -> Ints:
     Every `group` bytes give, lowest bits first, runs of `group` fields.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    groups = packed.reshape(*packed.shape[:-1], -1, 1, group)
+    *outer, size = packed.shape
+    groups = packed.reshape(*outer, size // group, 1, group)
     fields = (groups >> shifts) & np.uint8((1 << bits) - 1)
-    return fields.reshape(*packed.shape[:-1], -1).astype(np.int16)
+    return fields.reshape(*outer, size * 8 // bits).astype(np.int16)
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
@@ -276,11 +277,12 @@ def dequantize(type: TensorType, raw: Bytes) -> Floats:
     if type not in _UNPACKERS:
         return _dequantize_floats(type, raw)
     parts = unpack(type, raw)
-    runs = parts.q.reshape(*parts.scales.shape, -1).astype(np.float32)
+    span, subs = parts.q.shape[-1], parts.scales.shape[-1]
+    runs = parts.q.reshape(*parts.scales.shape, span // subs).astype(np.float32)
     step = parts.d[..., None] * parts.scales.astype(np.float32)
     values: Floats = step[..., None] * runs
     if parts.m is not None and parts.mins is not None:
         values -= (parts.m[..., None] * parts.mins.astype(np.float32))[..., None]
     elif parts.m is not None:
         values += parts.m[..., None, None]
-    return values.reshape(*raw.shape[:-1], -1)
+    return values.reshape(*raw.shape[:-1], parts.d.shape[-1] * span)

@@ -32,6 +32,9 @@ _MERGES = (
     "assist ant|s y|sy st|e m|syst em"
 )
 
+# Best first; each is two pieces that the vocabulary has, put together.
+_WORDS = "▁t he ▁the in ▁a er re ▁h ▁he ll ▁hell ▁hello ▁w or ▁wor ▁worl ▁world is ▁is ▁▁"
+
 
 def _byte_characters() -> list[str]:
     """The character that stands for each byte in byte-level BPE: printable Latin-1 as it is, others from U+0100 on."""
@@ -46,7 +49,8 @@ def bpe_metadata(pre: str) -> dict[str, Any]:
     merges = _MERGES.split("|")
     for merge in merges:
         left, right = merge.split(" ")
-        assert {left, right} <= set(tokens) and left + right not in tokens, merge
+        assert {left, right} <= set(tokens), merge
+        assert left + right not in tokens, merge
         tokens.append(left + right)
     first_control = len(tokens)
     return {
@@ -73,8 +77,7 @@ def spm_metadata(*, gemma: bool) -> dict[str, Any]:
     tokens = [text for text, _ in special] + [f"<0x{byte:02X}>" for byte in range(256)]
     types = [kind for _, kind in special] + [BYTE] * 256
     scores = [0.0] * len(tokens)
-    words = "▁t|he|▁the|in|▁a|er|re|▁h|▁he|ll|▁hell|▁hello|▁w|or|▁wor|▁worl|▁world|▁is|▁▁".split("|")
-    pieces = [*words, "▁", *map(chr, range(0x21, 0x7F)), "\n", "é", "日"]
+    pieces = [*_WORDS.split(), "▁", *map(chr, range(0x21, 0x7F)), "\n", "é", "日"]
     tokens += pieces
     types += [NORMAL] * len(pieces)
     scores += [-float(rank) for rank in range(len(pieces))]
