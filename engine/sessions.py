@@ -1,0 +1,117 @@
+"""Which conversation's cache serves a prompt.
+
+Every conversation that is kept has a block table under its name. A request names its conversation, and gets the table
+that already holds the longest start of its prompt:
+
+- its own, cut back to the common start; or, where another conversation's common start is longer,
+- a fork of that one, cut to the common start. Full blocks are shared by reference; the tail, a partly used block, is
+  copied when it is first written. The other conversation keeps everything it has.
+
+So two conversations taking turns never take each other's cache, a system prompt that all share is held once, and no
+rule is needed to guess whose cache an unmarked prompt continues. The least recently used conversation goes first when
+there are more than `capacity`, or when the pool is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.kv_cache import BlockTable, CacheFullError, KVPool
+
+Evicted = Callable[[str, BlockTable], None]
+"""Called with a conversation's name and its table before the table's blocks are given back."""
+
+
+class Sessions:
+    """The kept conversations of one pool. `capacity` 0 keeps nothing between requests."""
+
+    def __init__(self, pool: KVPool, capacity: int, evicted: Evicted | None = None) -> None:
+        assert capacity >= 0
+        self._pool = pool
+        self._capacity = capacity
+        self._evicted = evicted
+        self._tables: dict[str, BlockTable] = {}  # least recently used first
+        self._running: set[str] = set()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of the conversations with a cache, least recently used first."""
+        return tuple(self._tables)
+
+    def begin(self, conversation: str, prompt_ids: Sequence[int]) -> BlockTable:
+        """The conversation's table, holding the longest known start of the prompt; its length is what is reused.
+
+        That is at most all but the last token of the prompt: its logits are needed, so it is always evaluated.
+        The conversation counts as running, and is not evicted, until `end`.
+        """
+        assert prompt_ids
+        assert conversation not in self._running
+        limit = len(prompt_ids) - 1
+        own = self._tables.pop(conversation, None)
+        if own is None:
+            own = BlockTable(self._pool)
+        length, source = common_start(own.ids, prompt_ids, limit), own
+        for table in self._tables.values():
+            start = common_start(table.ids, prompt_ids, limit)
+            if start > length:
+                length, source = start, table
+        if source is own:
+            own.truncate(length)
+        else:
+            fork = source.fork(length)
+            own.release()
+            own = fork
+        self._tables[conversation] = own
+        self._running.add(conversation)
+        while len(self._tables) > max(1, self._capacity) and self._evict():
+            pass
+        return own
+
+    def reserve(self, table: BlockTable, num_positions: int) -> None:
+        """Make room in a running conversation's table, at the cost of idle conversations where that is needed.
+
+        Raises CacheFullError when nothing is left to evict.
+        """
+        while True:
+            try:
+                return table.reserve(num_positions)
+            except CacheFullError:
+                if not self._evict():
+                    raise
+
+    def end(self, conversation: str) -> None:
+        """The conversation is idle: spare room is given back, its positions are kept for its next turn."""
+        self._running.remove(conversation)
+        table = self._tables[conversation]
+        table.truncate(len(table))
+        if len(self._tables) > self._capacity:
+            self._evict()
+
+    def forget(self, conversation: str) -> None:
+        """Drop the cache of one conversation, if it has one."""
+        assert conversation not in self._running
+        table = self._tables.pop(conversation, None)
+        if table is not None:
+            table.release()
+
+    def _evict(self) -> bool:
+        """Drop the least recently used idle conversation; False when there is none."""
+        idle = next((name for name in self._tables if name not in self._running), None)
+        if idle is None:
+            return False
+        table = self._tables.pop(idle)
+        if self._evicted is not None:
+            self._evicted(idle, table)
+        table.release()
+        return True
+
+
+def common_start(known: Sequence[int], wanted: Sequence[int], limit: int) -> int:
+    """How many ids both begin with, at most `limit`."""
+    limit = min(limit, len(known), len(wanted))
+    step = 256  # slices are compared in C; the one that differs is walked
+    for start in range(0, limit, step):
+        stop = min(start + step, limit)
+        if list(known[start:stop]) != list(wanted[start:stop]):
+            return next(i for i in range(start, stop) if known[i] != wanted[i])
+    return limit
