@@ -68,7 +68,7 @@ class TensorInfo:
 def _shown(text: str) -> str:
     """A name out of a file, safe to show: one line, no control characters, not too long."""
     escaped = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
-    return escaped if len(escaped) <= 80 else escaped[:77] + "..."
+    return (escaped if len(escaped) <= 80 else escaped[:77] + "...") or "''"
 
 
 class _Header:
