@@ -1,0 +1,57 @@
+"""Turns without a prompt: a question on the command line, or a script on standard input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Final
+
+from engine.api import Engine
+from engine.errors import UsageError
+from goinfer_chat.agent import Agent
+from goinfer_chat.commands import COMMANDS
+from goinfer_chat.render import View
+from goinfer_chat.script import Item, Turn
+from goinfer_chat.settings import Settings
+from goinfer_chat.terminal import Stream
+from goinfer_chat.turn import play_turn
+
+INTERRUPTED: Final = 130
+
+
+def run_items(
+    items: Iterator[Item],
+    open_engine: Callable[[], Engine],
+    settings: Settings,
+    side: Stream,
+    make_view: Callable[[], View],
+) -> int:
+    """Each turn in order, until the end, /quit, an error, which is raised, or Ctrl-C. Returns the exit code.
+
+    The model is loaded when the first item is there, so an empty script costs nothing.
+    """
+    first = next(items, None)
+    if first is None:
+        return 0
+    with closing(open_engine()) as engine:
+        agent = Agent(engine, settings)
+        item: Item | None = first
+        while item is not None:
+            if isinstance(item, Turn):
+                if play_turn(agent, item.text, make_view()).finish_reason == "cancelled":
+                    return INTERRUPTED
+            else:
+                outcome = COMMANDS.run(agent, item)
+                if outcome.text and not agent.settings.quiet:
+                    side.line(outcome.text)
+                if outcome.quit:
+                    return 0
+            item = next(items, None)
+    return 0
+
+
+def question(text: str) -> Iterator[Item]:
+    """A question on the command line as a script of one turn; it is never a command. Raises UsageError when empty."""
+    if not text.strip():
+        raise UsageError("the question is empty")
+    return iter((Turn(text),))

@@ -1,0 +1,208 @@
+"""The command line: `goinfer-chat` and its commands.
+
+Nothing heavy is imported before a command needs it, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from engine.errors import GoinferError, UsageError
+from goinfer_chat import __version__
+from goinfer_chat.batch import INTERRUPTED
+from goinfer_chat.loading import load_engine
+from goinfer_chat.modes import EngineFactory, chat, run
+from goinfer_chat.render import error_object, exit_code, report_error, to_json
+from goinfer_chat.settings import SETTINGS, Setting, Settings, parse_bool, resolve
+from goinfer_chat.terminal import Stream, open_closed_descriptors, silence
+from goinfer_chat.turn import ENGINE_THREAD
+
+Flags = dict[str, Any]
+"""Values by setting name; None where a flag was not given."""
+
+SIGPIPE_EXIT = 141
+"""What a shell reports for a program that SIGPIPE ended."""
+
+EPILOG = "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag counts first."
+
+
+def main(make_engine: EngineFactory = load_engine) -> NoReturn:
+    """Runs the command line of this process and ends it with the exit codes of docs/cli.md."""
+    open_closed_descriptors()
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the program
+    try:
+        code = _run(build_app(make_engine))
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted. Nothing is said, and nothing may complain when Python flushes at exit.
+        silence(sys.stdout)
+        silence(sys.stderr)
+        code = SIGPIPE_EXIT
+    if any(thread.name == ENGINE_THREAD and thread.is_alive() for thread in threading.enumerate()):
+        # It would run into memory that Python takes down at exit.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(app: typer.Typer) -> int:
+    try:
+        if sys.stdout is None:
+            raise GoinferError("standard output is closed, so a reply has nowhere to go")
+        return int(typer.main.get_command(app).main(prog_name="goinfer-chat", standalone_mode=False) or 0)
+    except typer.Abort:
+        return INTERRUPTED
+    except typer.TyperException as error:
+        return _failed(UsageError(f"{error.format_message().rstrip('.')}; goinfer-chat --help shows the usage"))
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the last place an error can be shown
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """Shows an error where its reader looks: as JSON among the replies, else on standard error."""
+    if wants_json(sys.argv[1:], os.environ):
+        Stream(sys.stdout).write(to_json(error_object(error)))
+    else:
+        report_error(error, Stream(sys.stderr))
+    return exit_code(error)
+
+
+def build_app(make_engine: EngineFactory) -> typer.Typer:
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        help="Chat with a language model in the terminal, on an exact engine of its own.",
+        epilog=EPILOG,
+    )
+
+    @app.callback(invoke_without_command=True)
+    @with_settings
+    def default(
+        context: typer.Context,
+        flags: Flags,
+        version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    ) -> int:
+        if version:
+            typer.echo(f"goinfer-chat {__version__}")
+            raise typer.Exit
+        context.obj = flags
+        match context.invoked_subcommand:
+            case None:
+                return chat(resolve(flags, os.environ), make_engine)
+            case ("models" | "pull") as name if any(value is not None for value in flags.values()):
+                raise UsageError(f"{name} takes none of the flags before it")
+            case _:
+                return 0
+
+    @app.command("chat", epilog=EPILOG)
+    @with_settings
+    def chat_command(context: typer.Context, flags: Flags) -> int:
+        """Talk at a prompt, or run a script from standard input. The default command."""
+        return chat(resolve(given_flags(context, flags), os.environ), make_engine)
+
+    @app.command("run", epilog=EPILOG)
+    @with_settings
+    def run_command(
+        context: typer.Context,
+        flags: Flags,
+        question: Annotated[str | None, typer.Argument(help="What to ask; - reads all of standard input.")] = None,
+    ) -> int:
+        """Answer one question, or the turns of standard input, and end."""
+        return run(resolve(given_flags(context, flags), os.environ), make_engine, question)
+
+    @app.command("models")
+    def models_command() -> int:
+        """Show the models that are here and those that can be had."""
+        from goinfer_chat.models import show_models
+
+        return show_models(Stream(sys.stdout))
+
+    @app.command("pull")
+    def pull_command(
+        model: Annotated[str, typer.Argument(help="A name of `models`, hf:OWNER/REPO[:FILE or QUANT], or a path.")],
+    ) -> int:
+        """Fetch a model and check it."""
+        from goinfer_chat.models import pull_model
+
+        return pull_model(model, Stream(sys.stdout), Stream(sys.stderr))
+
+    @app.command("check", epilog=EPILOG)
+    @with_settings
+    def check_command(
+        context: typer.Context,
+        flags: Flags,
+        perplexity: Annotated[str, typer.Option(metavar="FILE", help="Score this UTF-8 text.")],
+    ) -> int:
+        """Measure a model's quality: perplexity over chunks of 512 tokens."""
+        from goinfer_chat.check import check_perplexity
+
+        return check_perplexity(resolve(given_flags(context, flags), os.environ), make_engine, perplexity)
+
+    return app
+
+
+def given_flags(context: typer.Context, flags: Flags) -> Flags:
+    """Flags before the name of a command count too, unless they are given again behind it."""
+    before: Flags = context.obj
+    return before | {name: value for name, value in flags.items() if value is not None}
+
+
+def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether errors are JSON, also when the command line could not be understood."""
+    if given := [argument for argument in arguments if argument in ("--json", "--no-json")]:
+        return given[-1] == "--json"
+    try:
+        return parse_bool(environ.get("GOINFER_CHAT_JSON", ""))
+    except UsageError:
+        return False
+
+
+def with_settings(function: Callable[..., int]) -> Callable[..., int]:
+    """Replaces the parameter `flags` by a flag for each setting; the function gets their values, None if not given."""
+
+    def command(**given: Any) -> int:
+        flags = {setting.name: given.pop(setting.name) for setting in SETTINGS}
+        return function(flags=flags, **given)
+
+    parameters = dict(inspect.signature(function, eval_str=True).parameters)
+    del parameters["flags"]
+    parameters |= {setting.name: _parameter(setting) for setting in SETTINGS}
+    by_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    command.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in by_keyword}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    default = Settings().value(setting.name)
+    known = default is not None and not setting.switch and not setting.repeatable
+    help = f"{setting.help} [default: {default}]" if known else setting.help
+    flag = f"--{setting.flag}"
+    kind: Any = str
+    if setting.switch:
+        option = typer.Option(f"{flag}/--no-{setting.flag}", help=help, show_default=False)
+        kind = bool
+    else:
+
+        def parse(text: str) -> Any:
+            try:
+                return setting.parse(text)
+            except UsageError as error:
+                raise typer.BadParameter(str(error)) from None
+
+        option = typer.Option(flag, help=help, metavar=setting.argument, parser=parse, show_default=False)
+        kind = list[str] if setting.repeatable else str
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

@@ -1,0 +1,39 @@
+"""From the name of a model to an engine that is ready, with progress a person can see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.api import Engine
+from goinfer_chat.settings import Settings
+from goinfer_chat.terminal import Stream
+
+
+def load_engine(settings: Settings, side: Stream) -> Engine:
+    """The engine for these settings, its model fetched if it is not here. Raises ModelError or UsageError."""
+    from goinfer_chat import catalogue
+
+    side = Stream(None) if settings.quiet else side
+    path = catalogue.resolve(settings.model) or fetch_model(settings.model, side)
+
+    from engine import load
+
+    side.status("loading the model")
+    try:
+        return load(path, context_size=settings.context_size, threads=settings.threads, progress=side.status)
+    finally:
+        side.clear_status()
+
+
+def fetch_model(model: str, side: Stream) -> Path:
+    """Pull a model, with a bar on a terminal and a line now and then elsewhere. Raises what catalogue.pull raises."""
+    from rich.console import Console
+
+    from goinfer_chat import catalogue
+    from goinfer_chat.progress import download_progress
+
+    if side.file is None:
+        return catalogue.pull(model)
+    console = Console(file=side.file, force_terminal=side.moves, no_color=not side.colour)
+    with download_progress(console, model) as progress:
+        return catalogue.pull(model, progress, side.line)

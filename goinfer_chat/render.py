@@ -1,0 +1,184 @@
+"""How a turn is shown: as text while it streams, or as one JSON object.
+
+A view gets the events of a turn, and a tick at least ten times a second while nothing happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+from engine.api import Event, Finished, ModelInfo, Notice, PrefillProgress, Reply, TextDelta, TurnStats
+from engine.errors import ContextExceededError, GoinferError
+from goinfer_chat.terminal import Stream
+
+PROGRESS_AFTER_SECONDS: Final = 0.5
+"""A prefill that is done sooner needs no progress line: it would only flicker."""
+
+
+class View(Protocol):
+    def event(self, event: Event) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def close(self) -> None:
+        """The turn is over, however it ended."""
+        ...
+
+
+class TextView:
+    """The reply on one stream as it comes; progress, notices and the line of figures on the other."""
+
+    def __init__(
+        self,
+        replies: Stream,
+        side: Stream,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replies = replies
+        self._side = side
+        self._quiet = quiet
+        self._clock = clock
+        self._started = clock()
+        self._prefill: PrefillProgress | None = None
+        self._replying = False
+
+    def event(self, event: Event) -> None:
+        match event:
+            case PrefillProgress():
+                self._prefill = event
+                self.tick()
+            case TextDelta():
+                self._replying = True
+                self._side.clear_status()
+                self._replies.write(event.text)
+            case Notice() if not self._quiet:
+                self._side.line(event.text, dim=True)
+            case Finished():
+                self._finish(event.reply)
+            case _:
+                pass
+
+    def tick(self) -> None:
+        waited = self._clock() - self._started
+        if self._prefill and not self._replying and not self._quiet and waited >= PROGRESS_AFTER_SECONDS:
+            self._side.status(prefill_line(self._prefill))
+
+    def close(self) -> None:
+        self._side.clear_status()
+        self._replies.end_line()
+
+    def _finish(self, reply: Reply) -> None:
+        self.close()
+        if self._quiet:
+            return
+        if reply.finish_reason == "cancelled" and not reply.ids:
+            self._side.line("stopped before the reply began; the message was not kept", dim=True)
+        else:
+            self._side.line(stats_line(reply), dim=True)
+
+
+class JsonView:
+    """One line of JSON on the reply stream when the turn is finished; progress and notices on the other."""
+
+    def __init__(self, replies: Stream, side: Stream, *, ids: bool = False, quiet: bool = False) -> None:
+        self._replies = replies
+        self._progress = TextView(Stream(None), side, quiet=quiet)
+        self._ids = ids
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._progress.close()
+            self._replies.write(to_json(reply_object(event.reply, ids=self._ids)))
+        else:
+            self._progress.event(event)
+
+    def tick(self) -> None:
+        self._progress.tick()
+
+    def close(self) -> None:
+        self._progress.close()
+
+
+def prefill_line(progress: PrefillProgress) -> str:
+    reused = f", {progress.reused:,} of them reused" if progress.reused else ""
+    share = progress.done / max(progress.total, 1)
+    return f"reading the prompt: {progress.done:,} of {progress.total:,} tokens{reused} ({share:.0%})"
+
+
+def stats_line(reply: Reply) -> str:
+    """The figures of a turn on one line; what is not known is left out."""
+    stats = reply.stats
+    parts = [
+        f"prompt {stats.prompt_tokens:,} ({stats.prefill_reused_tokens:,} reused, {stats.prefill_tokens:,} prefilled)"
+    ]
+    if stats.ttft_ms is not None:
+        parts.append(f"TTFT {stats.ttft_ms:,.0f} ms")
+    if stats.decode_tok_s is not None:
+        parts.append(f"{stats.decode_tok_s:.1f} tok/s")
+    if reply.finish_reason == "cancelled":
+        parts.append("stopped")
+    if reply.finish_reason == "length":
+        full = stats.context_used >= stats.context_size > 0
+        parts.append("cut: the context is full" if full else "cut at --max-tokens")
+    return " | ".join(parts)
+
+
+def banner(info: ModelInfo) -> list[str]:
+    """At most three lines: the model and what runs it, notices, what to type."""
+    size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
+    threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
+    return [
+        f"{info.name} ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}",
+        *(["; ".join(info.notices)] if info.notices else []),
+        "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends",
+    ]
+
+
+def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:
+    """The object of --json (docs/cli.md)."""
+    shown = {"text": reply.text, "finish_reason": reply.finish_reason} | figures(reply.stats)
+    return shown | ({"prompt_ids": reply.prompt_ids, "reply_ids": reply.ids} if ids else {})
+
+
+def figures(stats: TurnStats) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(stats).items()}
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """What --json prints in place of a turn that failed (docs/cli.md)."""
+    shown: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "exit_code": exit_code(error)}
+    if isinstance(error, ContextExceededError):
+        shown |= {"prompt_tokens": error.prompt_tokens, "context_size": error.context_size}
+    return {"error": shown}
+
+
+def exit_code(error: Exception) -> int:
+    return error.exit_code if isinstance(error, GoinferError) else GoinferError.exit_code
+
+
+def report_error(error: Exception, side: Stream) -> None:
+    """One line for a person; GOINFER_CHAT_DEBUG=1 adds the traceback of an error nobody foresaw."""
+    if isinstance(error, GoinferError):
+        side.line(f"error: {one_line(str(error))}")
+        return
+    if os.environ.get("GOINFER_CHAT_DEBUG"):
+        side.line("".join(traceback.format_exception(error)).rstrip("\n"))
+    name = type(error).__name__
+    side.line(f"error: unexpected {name}: {one_line(str(error))} (GOINFER_CHAT_DEBUG=1 shows where)")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def to_json(value: dict[str, Any]) -> str:
+    """One line. ASCII only, so that any locale can write it and no text in it can steer a terminal."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False) + "\n"

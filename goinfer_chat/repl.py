@@ -1,0 +1,165 @@
+"""The prompt: one line in, one turn or command out, until Ctrl-D."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.styles import Attrs
+
+from goinfer_chat.agent import Agent
+from goinfer_chat.commands import COMMANDS
+from goinfer_chat.render import View, banner, report_error
+from goinfer_chat.script import Item, Turn, read_item
+from goinfer_chat.terminal import Stream, true_text
+from goinfer_chat.turn import play_turn
+
+
+def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int:
+    """Turns and commands until Ctrl-D or /quit; an error is one line and costs only its turn. Returns the exit code.
+
+    The caller has made the terminal quiet (`terminal.quiet_terminal`).
+    """
+    if not agent.settings.quiet:
+        for line in banner(agent.engine.info):
+            screen.line(line, dim=True)
+    prompt = Prompt(agent, screen)
+    with _ending_on_signals():
+        while True:
+            try:
+                item = read_item(prompt)
+                if item is not None and not _run_item(agent, item, screen, make_view):
+                    return 0
+            except EOFError:
+                return 0
+            except _LineCleared:
+                screen.line("Ctrl-D or /quit ends", dim=True)
+            except BrokenPipeError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried
+                report_error(error, screen)
+
+
+def _run_item(agent: Agent, item: Item, screen: Stream, make_view: Callable[[], View]) -> bool:
+    """False when the program ends."""
+    if isinstance(item, Turn):
+        play_turn(agent, item.text, make_view())
+        return True
+    outcome = COMMANDS.run(agent, item)
+    if outcome.text:
+        screen.line(outcome.text)
+    return not outcome.quit
+
+
+class _LineCleared(Exception):  # noqa: N818 - not an error
+    """Ctrl-C at an empty prompt, which also leaves a block that was begun."""
+
+
+class Prompt:
+    """The line editor. Called with whether the line belongs to a block, it returns the line; EOFError at Ctrl-D."""
+
+    def __init__(self, agent: Agent, screen: Stream) -> None:
+        if not screen.moves:
+            # Also where TERM is not set: prompt_toolkit would take that for a terminal that can do everything.
+            os.environ["TERM"] = "dumb"
+        self._session: PromptSession[str] = PromptSession(
+            output=Screen.on(screen) if screen.moves else None,
+            completer=_Commands(agent),
+            complete_while_typing=False,
+            key_bindings=_keys(),
+            interrupt_exception=_LineCleared,
+        )
+
+    def __call__(self, inside_block: bool) -> str:
+        try:
+            return true_text(self._session.prompt("... " if inside_block else "> "))
+        except EOFError:
+            if inside_block:
+                raise _LineCleared from None
+            raise
+
+
+class Screen(Vt100_Output):
+    """A terminal that is never asked where its cursor is, and has no styles where NO_COLOR is set.
+
+    The answer to such a question comes in as typing, late on a slow line and never in a script's pty.
+    """
+
+    colour = True
+
+    @classmethod
+    def on(cls, stream: Stream) -> Screen:
+        assert stream.file is not None
+        screen = cls.from_pty(stream.file, term=os.environ.get("TERM"))
+        assert isinstance(screen, cls)
+        screen.colour = stream.colour
+        return screen
+
+    @property
+    def responds_to_cpr(self) -> bool:
+        return False
+
+    def set_attributes(self, attrs: Attrs, color_depth: ColorDepth) -> None:
+        if self.colour:
+            super().set_attributes(attrs, color_depth)
+
+    def reset_attributes(self) -> None:
+        if self.colour:
+            super().reset_attributes()
+
+
+class _Commands(Completer):
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        typed = document.text_before_cursor
+        word = typed.rpartition(" ")[2]
+        for text, help in COMMANDS.completions(self._agent, typed):
+            yield Completion(text, start_position=-len(word), display_meta=help)
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
+    @keys.add("<sigint>")
+    def _clear(event: KeyPressEvent) -> None:
+        if event.app.current_buffer.text:
+            event.app.current_buffer.reset()
+        else:
+            event.app.exit(exception=_LineCleared())
+
+    return keys
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the program, so that the terminal is restored; SIGINT between turns does nothing."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    def ignore(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,181 @@
+"""The edges of the program: text that goes out, text that comes in, and the terminal as it was found.
+
+Everything that a model, a file or a tool wrote passes through `sanitize` before it reaches a stream, so nothing
+of it can move the cursor, change a colour or answer a question the terminal never asked.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, MappingProxyType
+from typing import Final, TextIO
+
+_KEPT = "\n\t"
+_C0 = [*range(0x20), 0x7F]
+_C1 = range(0x80, 0xA0)
+_SURROGATES = range(0xD800, 0xE000)
+# Overrides, embeddings and isolates let text show in another order than it has (CVE-2021-42574). Plain marks
+# (U+200E, U+200F) and joiners stay: right-to-left text and emoji need them.
+_BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+
+
+def _removed() -> dict[int, str]:
+    table = {code: "" for code in [*_C0, *_C1] if chr(code) not in _KEPT}
+    return table | dict.fromkeys(_SURROGATES, "�")
+
+
+def _shown() -> dict[int, str]:
+    table = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421", ord("\r"): ""}
+    table |= {code: f"<U+{code:04X}>" for code in [*_C1, *_BIDI]}
+    table |= dict.fromkeys(_SURROGATES, "�")
+    return {code: text for code, text in table.items() if chr(code) not in _KEPT}
+
+
+_FOR_FILES: Final = MappingProxyType(_removed())
+_FOR_TERMINALS: Final = MappingProxyType(_shown())
+
+
+def sanitize(text: str, *, terminal: bool) -> str:
+    r"""Text without control characters, but for \n and \t.
+
+    For a terminal a control character is shown as its picture (ESC as U+241B) and a bidirectional override as its
+    code, so that a reader sees that something was there; for files and pipes control characters are left out and
+    everything else goes out as it is. CR is left out in both: CR LF becomes LF. One character at a time, so a
+    sequence cut into two pieces is caught too.
+    """
+    return text.translate(_FOR_TERMINALS if terminal else _FOR_FILES)
+
+
+def true_text(text: str) -> str:
+    """An argument, variable or typed line as UTF-8 text, whatever the locale; bytes that are none become U+FFFD.
+
+    In a locale without UTF-8 Python hands over each such byte as a lone surrogate.
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if not text.isascii() else text
+
+
+class Stream:
+    """Standard output or standard error, and what it can do.
+
+    `terminal`: a person reads it. `colour`: styles may be used. `moves`: the cursor may be moved within the line,
+    which the status line needs. A stream that is closed takes everything and shows nothing.
+    """
+
+    def __init__(self, file: TextIO | None, environ: Mapping[str, str] = os.environ) -> None:
+        self.file = file
+        self.terminal = file is not None and file.isatty()
+        self.moves = self.terminal and environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+        self.colour = self.moves and not environ.get("NO_COLOR")
+        self._status = ""
+        self._at_line_start = True
+        # A character the locale cannot write becomes "?" and never an error.
+        if file is not None and hasattr(file, "reconfigure"):
+            file.reconfigure(errors="replace")
+
+    @property
+    def is_open(self) -> bool:
+        return self.file is not None
+
+    def write(self, text: str) -> None:
+        """Write sanitized text at once. Raises BrokenPipeError when the reader is gone."""
+        if not text:
+            return
+        self.clear_status()
+        self._emit(sanitize(text, terminal=self.terminal))
+        self._at_line_start = text.endswith("\n")
+
+    def end_line(self) -> None:
+        """Finish the line when something stands in it."""
+        if not self._at_line_start:
+            self.write("\n")
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        """A line of its own, dim where the terminal has styles."""
+        self.end_line()
+        self.clear_status()
+        clean = sanitize(text, terminal=self.terminal)
+        self._emit(f"\x1b[2m{clean}\x1b[22m\n" if dim and self.colour else clean + "\n")
+
+    def status(self, text: str) -> None:
+        """Show a passing line, in place of the last one; nothing unless the cursor may be moved.
+
+        Cut to the width, because a line that wraps could not be erased.
+        """
+        if not self.moves or not self._at_line_start:
+            return
+        width = shutil.get_terminal_size().columns
+        text = sanitize(text, terminal=True).replace("\n", " ")[: max(width - 1, 0)]
+        if text == self._status:
+            return
+        self._emit(f"\r{text}\x1b[K")
+        self._status = text
+
+    def clear_status(self) -> None:
+        if self._status:
+            self._status = ""
+            self._emit("\r\x1b[K")
+
+    def _emit(self, text: str) -> None:
+        if self.file is not None:
+            self.file.write(text)
+            self.file.flush()
+
+
+def open_closed_descriptors() -> None:
+    """Give 0, 1 and 2 to the null device where they are closed.
+
+    Otherwise the next file that is opened gets such a number, and what was meant for a stream goes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def silence(file: TextIO | None) -> None:
+    """Send what is still in the buffer of a broken pipe to the null device, so that nothing complains at exit."""
+    if file is not None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, file.fileno())
+        os.close(null)
+
+
+@contextmanager
+def quiet_terminal(file: TextIO) -> Iterator[None]:
+    """Typing is not echoed and waits for the next prompt; the terminal is left as it was found.
+
+    Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. Ctrl-\\ is
+    off: it would end the program without a chance to restore anything. Without a terminal this does nothing.
+    """
+    if sys.platform == "win32" or not file.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = file.fileno()
+    found = termios.tcgetattr(descriptor)
+    quiet = termios.tcgetattr(descriptor)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    quiet[6][termios.VMIN], quiet[6][termios.VTIME] = 1, 0
+    quiet[6][termios.VQUIT] = b"\x00"
+
+    def suspend(_signal: int, _frame: FrameType | None) -> None:
+        current = termios.tcgetattr(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSANOW, found)
+        os.kill(0, signal.SIGSTOP)
+        termios.tcsetattr(descriptor, termios.TCSANOW, current)
+
+    previous = signal.signal(signal.SIGTSTP, suspend)
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, found)
+        signal.signal(signal.SIGTSTP, previous)

@@ -1,0 +1,98 @@
+"""One turn on the screen: the engine works in a thread, the main thread shows the events and hears Ctrl-C."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Final
+
+from engine.api import Event, Finished, Reply
+from goinfer_chat.agent import Agent
+from goinfer_chat.render import View
+
+ENGINE_THREAD: Final = "engine"
+TICK_SECONDS: Final = 0.1
+PATIENCE_SECONDS: Final = 2.0
+"""How long an engine may take to stop before another Ctrl-C ends the program."""
+
+
+def play_turn(agent: Agent, text: str, view: View) -> Reply:
+    """Show the reply to `text`. Ctrl-C stops it and keeps what was said: see `finish_reason`.
+
+    Raises what Agent.ask raises; KeyboardInterrupt when Ctrl-C comes again PATIENCE_SECONDS after the first and
+    the engine still has not stopped; BrokenPipeError when the reader of a stream is gone.
+    """
+    cancel = threading.Event()
+    reply: Reply | None = None
+    try:
+        with stopping_on_interrupt(cancel), closing(events_of(agent, text, cancel)) as events:
+            for event in events:
+                if event is None:
+                    view.tick()
+                else:
+                    view.event(event)
+                if isinstance(event, Finished):
+                    reply = event.reply
+    finally:
+        view.close()
+    assert reply is not None, "an engine ends with Finished or raises"
+    return reply
+
+
+def events_of(agent: Agent, text: str, cancel: threading.Event) -> Generator[Event | None]:
+    """The events of a turn that runs in a thread of its own; None whenever TICK_SECONDS pass without one.
+
+    Left early, it cancels the turn and waits for the thread, though not longer than PATIENCE_SECONDS.
+    """
+    items: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for event in agent.ask(text, cancel):
+                items.put(event)
+            items.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again by the reader
+            items.put(error)
+
+    worker = threading.Thread(target=work, name=ENGINE_THREAD, daemon=True)
+    worker.start()
+    try:
+        while True:
+            try:
+                item = items.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                yield None
+                continue
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        cancel.set()
+        worker.join(PATIENCE_SECONDS)
+
+
+@contextmanager
+def stopping_on_interrupt(cancel: threading.Event, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Inside, SIGINT sets `cancel`. Pressed again, it does nothing for PATIENCE_SECONDS and then interrupts."""
+    first: float | None = None
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal first
+        cancel.set()
+        if first is None:
+            first = clock()
+        elif clock() - first > PATIENCE_SECONDS:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,159 @@
+"""An engine that plays given text pieces: for tests where the model is not the point.
+
+It keeps to the rules of `engine.api.Engine`: errors come before the first event, `Request.cancel` ends a reply at the
+next piece, and the figures are those of a cache that holds everything the conversation had before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.api import (
+    Event,
+    Finished,
+    FinishReason,
+    ModelInfo,
+    Notice,
+    PrefillProgress,
+    Reply,
+    Request,
+    TextDelta,
+    TurnStats,
+)
+from engine.errors import ContextExceededError, EngineError, TemplateError
+
+CONTEXT_SIZE = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedTurn:
+    """What the engine does when it is asked: an error, or a prefill of some chunks and then the pieces."""
+
+    pieces: Sequence[str] = ()
+    delay: float = 0.0
+    """Seconds before each piece."""
+    prefill_chunks: int = 1
+    chunk_delay: float = 0.0
+    """Seconds each chunk of 64 tokens takes."""
+    notice: str | None = None
+    error: str | None = None
+    """One of: context, template, engine, bug."""
+    deaf: bool = False
+    """Whether it ignores `Request.cancel`."""
+
+
+class ScriptedEngine:
+    """Plays one turn for each request; the last one again and again."""
+
+    def __init__(self, turns: Sequence[ScriptedTurn], *, notices: tuple[str, ...] = (), name: str = "Scripted") -> None:
+        self._turns = list(turns)
+        self._notices = notices
+        self._name = name
+        self._cached = 0
+        self.requests: list[Request] = []
+        self.forgotten: list[str] = []
+        self.closed = False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ScriptedEngine:
+        turns = [ScriptedTurn(**turn) for turn in data["turns"]]
+        return cls(turns, notices=tuple(data.get("notices", ())), name=data.get("name", "Scripted"))
+
+    @property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self._name,
+            architecture="scripted",
+            quantization="Q4_1",
+            num_parameters=134_515_008,
+            num_layers=1,
+            vocab_size=100,
+            context_size=CONTEXT_SIZE,
+            train_context_size=CONTEXT_SIZE,
+            kv_bytes_per_token=1,
+            weight_bytes=1,
+            backend="cpu",
+            kernels="AVX2",
+            threads=2,
+            notices=self._notices,
+        )
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        turn = self._turns[min(len(self.requests), len(self._turns) - 1)]
+        self.requests.append(request)
+        match turn.error:
+            case "context":
+                raise ContextExceededError(9000, CONTEXT_SIZE)
+            case "template":
+                raise TemplateError("the template of this model says:\nroles must alternate")
+            case "engine":
+                raise EngineError("the engine cannot go on")
+            case "bug":
+                raise ZeroDivisionError("a bug")
+        return self._play(turn, request)
+
+    def _play(self, turn: ScriptedTurn, request: Request) -> Iterator[Event]:
+        submitted = time.monotonic()
+        total = self.count_tokens(request)
+        reused = min(self._cached, total - 1)
+        if turn.notice:
+            yield Notice(turn.notice)
+        for chunk in range(turn.prefill_chunks):
+            if request.cancel.is_set() and not turn.deaf:
+                yield self._finished(request, turn, 0, reused, "cancelled", None)
+                return
+            time.sleep(turn.chunk_delay)
+            yield PrefillProgress(reused + (total - reused) * (chunk + 1) // turn.prefill_chunks, total, reused)
+        played, reason, first = 0, "stop", None
+        for piece in turn.pieces:
+            time.sleep(turn.delay)
+            if request.cancel.is_set() and not turn.deaf:
+                reason = "cancelled"
+                break
+            if request.max_tokens is not None and played == request.max_tokens:
+                reason = "length"
+                break
+            first = first or time.monotonic()
+            played += 1
+            yield TextDelta(piece)
+        self._cached = total + played
+        yield self._finished(request, turn, played, reused, reason, first and (first - submitted) * 1000)
+
+    def _finished(
+        self,
+        request: Request,
+        turn: ScriptedTurn,
+        played: int,
+        reused: int,
+        reason: FinishReason,
+        ttft_ms: float | None,
+    ) -> Finished:
+        total = self.count_tokens(request)
+        stats = TurnStats(
+            prompt_tokens=total,
+            prefill_reused_tokens=reused,
+            prefill_tokens=total - reused,
+            completion_tokens=played,
+            ttft_ms=ttft_ms,
+            decode_tok_s=20.0 if played > 1 else None,
+            context_used=total + played,
+            context_size=CONTEXT_SIZE,
+            kv_bytes=total + played,
+            seed=request.sampling.seed,
+        )
+        text = "".join(turn.pieces[:played])
+        ids, prompt_ids = tuple(range(played)), tuple(range(total))
+        return Finished(Reply(text=text, ids=ids, prompt_ids=prompt_ids, finish_reason=reason, stats=stats))
+
+    def count_tokens(self, request: Request) -> int:
+        return sum(len(message.content.split()) + 2 for message in request.messages)
+
+    def forget(self, conversation: str) -> None:
+        self._cached = 0
+        self.forgotten.append(conversation)
+
+    def close(self) -> None:
+        self.closed = True
