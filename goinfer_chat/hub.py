@@ -28,7 +28,6 @@ CONNECT_SECONDS = 5.0
 STALLED_SECONDS = 30.0
 TRIES = 5
 """Tries in a row that bring no byte, after which a download is given up."""
-READ_BYTES = 1 << 18
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
@@ -187,7 +186,7 @@ def _stream(file: HubFile, partial: Path, start: int, progress: Progress) -> Non
                 start = 0
                 output.truncate(0)
             progress(start, num_bytes)
-            for chunk in response.iter_bytes(READ_BYTES):
+            for chunk in response.iter_bytes():
                 start += len(chunk)
                 if start > num_bytes:
                     raise DownloadError(f"{file.name}: the hub sends more than the {num_bytes:,} bytes it stated")
