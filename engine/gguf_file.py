@@ -268,7 +268,8 @@ def _map(path: Path) -> mmap.mmap:
     except FileNotFoundError:
         raise ModelNotFoundError(f"{_shown(str(path))}: no such file") from None
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{_shown(str(path))}: cannot be opened: {error}") from None
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ModelFileError(f"{_shown(str(path))}: cannot be opened: {cause}") from None
 
 
 def _samples(info: TensorInfo) -> list[tuple[int, int]]:

@@ -84,13 +84,14 @@ def row_bytes(type: TensorType, num_values: int) -> int:
 class Unpacked:
     """The parts of n blocks, each of `span` values in `subs` equal runs that share a scale.
 
-    A weight of run s is, in exactly this order of f32 operations (every product and sum rounded, no fma):
+    A weight of run s is:
 
-        (d * scales[s]) * q                            mins and m None
-        (d * scales[s]) * q - m * mins[s]              Q2_K, Q4_K, Q5_K (m is dmin)
-        d * q + m                                      Q4_1, Q5_1 (scales 1, mins None)
+        d * scales[s] * q                      mins and m None
+        d * scales[s] * q - m * mins[s]        Q2_K, Q4_K, Q5_K (m is dmin)
+        d * q + m                              Q4_1, Q5_1 (scales 1, mins None)
 
-    d * 1 is d, so the first line is d * q where there is one run.
+    The products are exact in f32: d and m have 11 significant bits, scales * q at most 12. So a weight is the exact
+    value rounded once, in whatever order the products are made and with or without fma.
     """
 
     q: Ints

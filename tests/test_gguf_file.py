@@ -124,6 +124,8 @@ BAD_FILES: dict[str, tuple[bytes, type[ModelError], str]] = {
     ),
     "kv-count-2**63": (model(num_keys=2**63), ModelFileError, f"it declares {2**63:,} metadata keys"),
     "tensor-count-2**63": (model(num_tensors=2**63), ModelFileError, f"it declares {2**63:,} tensors"),
+    "kv-count-20": (model(num_keys=20), ModelFileError, "it declares 20 metadata keys"),
+    "tensor-count-20": (model(num_tensors=20), ModelFileError, "it declares 20 tensors"),
     "kv-count-a-million": (
         model(num_keys=1_000_000, data=bytes(14_000_000)),
         ModelFileError,
@@ -460,6 +462,16 @@ def test_opening_costs_the_header_however_large_the_data(tmp_path: Path) -> None
     assert len(opened.data("t")) == 4 << 34
 
 
+def test_a_count_is_refused_before_it_is_walked(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(model(keys=[key("abc", ARRAY, struct.pack("<IQ", STRING, 2**40))], data=None))
+    os.truncate(path, 256 << 20)  # zeros: 33 million empty strings
+    start = time.process_time()
+    with pytest.raises(ModelFileError, match="the file ends inside metadata key abc"):
+        open_gguf(path)
+    assert time.process_time() - start < 0.1
+
+
 def test_data_is_a_read_only_view_that_outlives_close(tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
     path.write_bytes(SMALL)
@@ -526,20 +538,30 @@ def test_a_renamed_part_says_how_it_must_be_named(split_set: tuple[Path, list[Pa
         renamed.rename(parts[1])
 
 
-def test_parts_of_two_sets_do_not_open_as_one(split_set: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_a_part_with_the_name_of_another_is_noticed(split_set: tuple[Path, list[Path]]) -> None:
     _, parts = split_set
     second = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(ModelFileError, match="it is not part 2 of 3, as its name says"):
         open_gguf(parts[0])
-    other = tmp_path / "other"
-    other.mkdir()
-    write_tiny_model(other / "part.gguf", num_layers=1, split_max_tensors=4)
-    parts[1].write_bytes((other / "part-00002-of-00003.gguf").read_bytes())
-    with pytest.raises(ModelFileError, match="the parts are not of one model"):
-        open_gguf(parts[0])
     parts[1].write_bytes(second)
     open_gguf(parts[0])
+
+
+@pytest.mark.parametrize(("second", "total"), [("a", 2), ("b", 3), ("b", None)])
+def test_parts_hold_each_tensor_of_the_model_once(tmp_path: Path, second: str, total: int | None) -> None:
+    def write(second: str, total: int | None) -> None:
+        for number, name in enumerate(("a", second)):
+            keys = [key("split.no", 2, struct.pack("<H", number)), key("split.count", 2, struct.pack("<H", 2))]
+            keys += [] if total is None else [key("split.tensors.count", 5, struct.pack("<i", total))]
+            part = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
+            part.write_bytes(model(keys=keys, tensors=[tensor(name, [4])]))
+
+    write("b", 2)
+    assert set(open_gguf(tmp_path / "m-00002-of-00002.gguf").tensors) == {"a", "b"}
+    write(second, total)
+    with pytest.raises(ModelFileError, match=r"the parts are not of one model|split\.tensors\.count is missing"):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 
 def test_the_content_hash_is_the_same_wherever_and_in_however_many_files(split_set: tuple[Path, list[Path]]) -> None:

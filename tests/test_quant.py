@@ -86,20 +86,17 @@ def test_unpacked_parts_have_the_ranges_of_their_format(type: TensorType) -> Non
 
 
 @pytest.mark.parametrize("type", BLOCKS, ids=lambda type: type.name)
-def test_weights_follow_from_the_parts_one_f32_operation_at_a_time(type: TensorType) -> None:
-    span, _ = block_shape(type)
-    raw = random_blocks(type, (3, 2 * span), np.random.default_rng(5))
-    parts, weights = unpack(type, raw), dequantize(type, raw)
-    run = span // parts.scales.shape[-1]
-    for row, block, value in np.ndindex(3, 2, span):
-        sub = value // run
-        weight = parts.d[row, block] * np.float32(parts.scales[row, block, sub])
-        weight = weight * np.float32(parts.q[row, block, value])
-        if parts.mins is not None:
-            weight = weight - parts.m[row, block] * np.float32(parts.mins[row, block, sub])
-        elif parts.m is not None:
-            weight = weight + parts.m[row, block]
-        assert weight == weights[row, block * span + value]
+def test_a_weight_is_the_exact_value_of_its_parts_rounded_once(type: TensorType) -> None:
+    raw = random_blocks(type, (64, 2 * block_shape(type)[0]), np.random.default_rng(5))
+    parts = unpack(type, raw)
+    run = parts.q.shape[-1] // parts.scales.shape[-1]
+    # float64 holds every product and sum here without rounding.
+    exact = parts.d[..., None].astype(np.float64) * parts.scales.repeat(run, -1) * parts.q
+    if parts.mins is not None:
+        exact -= parts.m[..., None].astype(np.float64) * parts.mins.repeat(run, -1)
+    elif parts.m is not None:
+        exact += parts.m[..., None].astype(np.float64)
+    assert_same_bits(dequantize(type, raw), exact.astype(np.float32).reshape(64, -1))
 
 
 def test_a_q4_k_block_written_by_hand_unpacks_to_what_was_written() -> None:
