@@ -1,0 +1,287 @@
+"""The engine loop: schedule -> forward -> accept.
+
+A `Generation` is one reply in the making: the ids of prompt and reply, the table of what has K/V, and the state of
+sampling and decoding. Whatever ids have no K/V yet are what it schedules next: chunks of the prompt, then each drawn
+token. A step runs the scheduled rows of all running generations in one forward call and hands each its logits.
+
+By the contract of the numerics no result depends on how the rows are cut, so `PrefillPace` is free to choose chunks
+that leave room to look for a cancellation often enough.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from engine.model import Batch
+from numpy.typing import NDArray
+
+from engine.api import (
+    Event,
+    Finished,
+    FinishReason,
+    Logprob,
+    PrefillProgress,
+    Reply,
+    Request,
+    TextDelta,
+    TokenLogprobs,
+    TurnStats,
+)
+from engine.kv_cache import BlockTable
+from engine.sampler import Sampler, log_probabilities
+from engine.sessions import Sessions
+from engine.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+    from engine.tokenizer import Tokenizer
+
+MAX_ROWS = 512
+"""Rows of one step at most."""
+
+
+class PrefillPace:
+    """How many prompt rows a step takes, so that it ends within `target_seconds` on this machine.
+
+    The speed is measured chunk by chunk and kept from request to request; the first chunk is small. Less than 8 rows
+    cost about as much as 8, so no chunk is cut smaller.
+    """
+
+    def __init__(self, target_seconds: float = 0.25, max_rows: int = MAX_ROWS) -> None:
+        self._target = target_seconds
+        self._max_rows = max_rows
+        self._fits = min(32, max_rows)
+
+    def rows(self, remaining: int) -> int:
+        """Rows of the next chunk when `remaining` are left: about equal chunks, in multiples of 64 where those fit."""
+        if remaining <= self._fits:
+            return remaining
+        even = math.ceil(remaining / math.ceil(remaining / self._fits))
+        return min(self._fits, math.ceil(even / 64) * 64)
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step. Few rows cost more each than many do: they only count when even they took too long."""
+        if num_rows < 8 or (num_rows < min(self._fits, 64) and seconds <= self._target):
+            return
+        fits = min(self._max_rows, int(num_rows * self._target / max(seconds, 1e-6)))
+        unit = 64 if fits >= 64 else 8
+        self._fits = max(8, fits // unit * unit)
+
+
+class Generation:
+    """One reply in the making. `events` are those not yet handed out."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt_ids: Sequence[int],
+        table: BlockTable,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        context_size: int,
+        submitted: float,
+    ) -> None:
+        """`table` holds the start of the prompt that needs no evaluation; `submitted` is a time of perf_counter."""
+        assert len(table) < len(prompt_ids) < context_size
+        self.table = table
+        self.ids = list(prompt_ids)
+        self.finish_reason: FinishReason | None = None
+        self.events: list[Event] = []
+        self._request = request
+        self._tokenizer = tokenizer
+        self._sampler = Sampler(request.sampling, seed)
+        self._decoder = tokenizer.stream()
+        self._stops = StopStrings(request.stop)
+        self._context_size = context_size
+        self._num_prompt = len(prompt_ids)
+        self._num_reused = len(table)
+        self._end = min(context_size, self._num_prompt + (request.max_tokens or context_size))
+        self._text: list[str] = []
+        self._text_ends: list[int] = []  # characters decoded up to and with each reply id
+        self._logprobs: list[TokenLogprobs] = []
+        self._submitted = submitted
+        self._first_token: float | None = None
+        self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
+        self._decode_tokens = 0
+        self._decode_seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Finished, and every id of the reply has K/V: the next turn reuses all of it."""
+        if self.finish_reason is None:
+            return False
+        return len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
+
+    def schedule(self, pace: PrefillPace) -> tuple[list[int], bool]:
+        """Ids of the rows to run next, and whether the logits of the last one are wanted."""
+        start = len(self.table)
+        rows = self.ids[start : start + pace.rows(len(self.ids) - start)]
+        return rows, self.finish_reason is None and start + len(rows) == len(self.ids)
+
+    def accept(self, num_rows: int, logits: NDArray[np.float32] | None, started: float) -> None:
+        """Take in a step that began at `started` and wrote `num_rows` rows; logits [V] f32 of the last, if wanted."""
+        length = len(self.table)
+        prefilled = length <= self._num_prompt
+        if prefilled:
+            self._prefill_tokens += num_rows
+            self._prefill_seconds += perf_counter() - started
+            self.events.append(PrefillProgress(length, self._num_prompt, self._num_reused))
+        if logits is not None:
+            self._draw(logits)
+            if not prefilled:
+                self._decode_tokens += 1
+                self._decode_seconds += perf_counter() - started
+
+    def cancel(self) -> None:
+        """End the reply with what there is."""
+        if self.finish_reason is None:
+            self._finish("cancelled")
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def reply(self) -> Reply:
+        assert self.finish_reason is not None
+        return Reply(
+            text="".join(self._text),
+            ids=tuple(self._reply_ids),
+            prompt_ids=tuple(self.ids[: self._num_prompt]),
+            finish_reason=self.finish_reason,
+            stats=self._stats(),
+            logprobs=None if self._request.top_logprobs is None else tuple(self._logprobs),
+        )
+
+    @property
+    def _reply_ids(self) -> list[int]:
+        return self.ids[self._num_prompt :]
+
+    def _draw(self, logits: NDArray[np.float32]) -> None:
+        """The next token: it ends the reply, or becomes part of it."""
+        token = self._sampler.sample(logits, len(self.ids), self.ids)
+        if self._first_token is None:
+            self._first_token = perf_counter()
+        if token in self._tokenizer.end_ids:
+            self._finish("stop")
+            return
+        if self._request.top_logprobs is not None:
+            self._logprobs.append(self._describe(logits, token, self._request.top_logprobs))
+        self.ids.append(token)
+        text = self._decoder.push(token)
+        self._text_ends.append((self._text_ends[-1] if self._text_ends else 0) + len(text))
+        if self._show(text):
+            self._stop()
+        elif len(self.ids) == self._end:
+            self._finish("length")
+
+    def _describe(self, logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
+        def entry(i: int, logprob: float) -> Logprob:
+            return Logprob(id=i, logprob=logprob, piece=self._tokenizer.piece(i))
+
+        chosen, top = log_probabilities(logits, token, count)
+        return TokenLogprobs(chosen=entry(token, chosen), top=tuple(entry(i, value) for i, value in top))
+
+    def _show(self, text: str, *, last: bool = False) -> bool:
+        """Let decoded text out as far as the stop strings allow; True when one of them ended the reply."""
+        text, stopped = self._stops.push(text)
+        if last and not stopped:
+            text += self._stops.finish()
+        if text:
+            self._text.append(text)
+            self.events.append(TextDelta(text))
+        return stopped
+
+    def _finish(self, reason: FinishReason) -> None:
+        """Nothing more is drawn: what was held back is text after all, a cut character becomes U+FFFD."""
+        self.finish_reason = reason
+        if self._show(self._decoder.finish(), last=True):
+            self._stop()
+
+    def _stop(self) -> None:
+        """A stop string ended the reply: keep the ids up to the one that completes the text before it.
+
+        That id's own text may reach into the stop string; a token cannot be cut.
+        """
+        self.finish_reason = "stop"
+        length = sum(map(len, self._text))
+        kept = min(bisect_left(self._text_ends, length) + 1, len(self._text_ends)) if length else 0
+        del self.ids[self._num_prompt + kept :]
+        del self._logprobs[kept:]
+        self.table.truncate(min(len(self.table), len(self.ids)))
+
+    def _stats(self) -> TurnStats:
+        known, sampling = self._first_token, self._sampler
+        return TurnStats(
+            prompt_tokens=self._num_prompt,
+            prefill_reused_tokens=self._num_reused,
+            prefill_tokens=self._prefill_tokens,
+            completion_tokens=len(self._reply_ids),
+            ttft_ms=None if known is None else (known - self._submitted) * 1e3,
+            prefill_tok_s=_rate(self._prefill_tokens, self._prefill_seconds),
+            decode_tok_s=_rate(self._decode_tokens, self._decode_seconds),
+            context_used=len(self.table),
+            context_size=self._context_size,
+            kv_bytes=self.table.num_bytes,
+            seed=sampling.seed,
+        )
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count and seconds > 0 else None
+
+
+def run(
+    generation: Generation, model: Model, sessions: Sessions, pace: PrefillPace, cancelled: Callable[[], bool]
+) -> Iterator[Event]:
+    """Events of one reply, ending with Finished. `cancelled` is asked before every step.
+
+    The caller may stop at any event: ids and K/V of the table agree at each.
+    """
+    while not generation.done:
+        if cancelled():
+            generation.cancel()
+        if not generation.done:
+            step(model, sessions, [generation], pace)
+        yield from generation.take_events()
+    yield Finished(generation.reply())
+
+
+def step(model: Model, sessions: Sessions, running: Sequence[Generation], pace: PrefillPace) -> None:
+    """One forward call over the scheduled rows of all `running` generations.
+
+    Raises CacheFullError when their positions do not fit even with every idle conversation evicted.
+    """
+    started = perf_counter()
+    scheduled = [generation.schedule(pace) for generation in running]
+    for generation, (rows, _) in zip(running, scheduled):
+        sessions.reserve(generation.table, len(rows))
+    logits = model.forward(_batch([generation.table for generation in running], scheduled))
+    pace.measured(sum(len(rows) for rows, _ in scheduled), perf_counter() - started)
+    wanted = iter(logits)
+    for generation, (rows, wants) in zip(running, scheduled):
+        generation.table.append(rows)
+        generation.accept(len(rows), next(wanted) if wants else None, started)
+
+
+def _batch(tables: Sequence[BlockTable], scheduled: Sequence[tuple[list[int], bool]]) -> Batch:
+    """The rows of one step: those of a table side by side, positions counting on from the table's length."""
+    counts = [len(rows) for rows, _ in scheduled]
+    blocks = np.zeros((len(tables), max(len(table.blocks) for table in tables)), np.int32)
+    for i, table in enumerate(tables):
+        blocks[i, : len(table.blocks)] = table.blocks
+    ends = np.cumsum(counts)
+    return Batch(
+        ids=np.array([token for rows, _ in scheduled for token in rows], np.int32),
+        positions=np.concatenate([np.arange(len(t), len(t) + n, dtype=np.int32) for t, n in zip(tables, counts)]),
+        tables=blocks,
+        table_rows=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
+        want=np.array([end - 1 for end, (_, wants) in zip(ends, scheduled) if wants], np.int32),
+    )

@@ -1,0 +1,138 @@
+"""A small model and tokenizer for tests of everything around the model.
+
+`StandInModel` honours the interface of `engine.model.Model` and keeps its K/V in the pool: each position stores a
+number that depends on its token, its position and all numbers stored before it, and logits are derived from all
+numbers found in the row's blocks. So a wrong block table, a missing position or a stale slot changes every later
+token, as it would in a real model, and equal outputs mean equal caches.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from engine.kv_cache import BLOCK_SIZE, KVPool
+
+try:
+    import engine.model  # noqa: F401
+except ModuleNotFoundError:  # TEMPORARY
+
+    @dataclass(frozen=True, slots=True)
+    class Batch:
+        ids: np.ndarray
+        positions: np.ndarray
+        tables: np.ndarray
+        table_rows: np.ndarray
+        want: np.ndarray
+
+    sys.modules["engine.model"] = types.ModuleType("engine.model")
+    sys.modules["engine.model"].Batch = Batch
+
+END = 256
+CONTROL = 257
+VOCAB = 258
+
+
+class StandInModel:
+    """`script(position) -> id or None` forces the reply; without one the logits come from the cache's contents."""
+
+    kv_block_bytes = BLOCK_SIZE * 8
+    weight_bytes = 1000
+    kernels = "stand-in"
+    threads = 1
+
+    def __init__(self, pool: KVPool, script: Callable[[int], int | None] | None = None) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        self.script = script
+        self.rows_per_step: list[int] = []
+        self.wanted_per_step: list[int] = []
+        self.before_step: Callable[[], None] = lambda: None
+        self.closed = False
+        self.bind_pool(pool)
+
+    def bind_pool(self, pool: KVPool) -> None:
+        assert pool.block_bytes == self.kv_block_bytes
+        self.slots = pool.memory.view(np.uint64)  # [blocks, 64]
+
+    def forward(self, batch) -> np.ndarray:
+        self.before_step()
+        num_rows = len(batch.ids)
+        for array in (batch.ids, batch.positions, batch.tables, batch.table_rows, batch.want):
+            assert array.dtype == np.int32
+        assert 0 < num_rows <= 512
+        assert len(batch.positions) == len(batch.table_rows) == num_rows
+        assert sorted(set(batch.want.tolist())) == batch.want.tolist()
+        self.rows_per_step.append(num_rows)
+        self.wanted_per_step.append(len(batch.want))
+        logits = np.empty((len(batch.want), VOCAB), np.float32)
+        for row in range(num_rows):
+            table = batch.tables[batch.table_rows[row]]
+            position = int(batch.positions[row])
+            before = self._stored(table, position)
+            text = before.tobytes() + f"{batch.ids[row]} at {position}".encode()
+            number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            self.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = number
+            wanted = np.flatnonzero(batch.want == row)
+            if len(wanted):
+                logits[wanted[0]] = self._logits(self._stored(table, position + 1))
+        return logits
+
+    def _stored(self, table: np.ndarray, length: int) -> np.ndarray:
+        blocks = table[: -(-length // BLOCK_SIZE)]
+        return self.slots[blocks].reshape(-1)[:length]
+
+    def _logits(self, stored: np.ndarray) -> np.ndarray:
+        forced = self.script(len(stored)) if self.script else None
+        if forced is not None:
+            logits = np.zeros(VOCAB, np.float32)
+            logits[forced] = 100
+            return logits
+        seed = int.from_bytes(hashlib.blake2b(stored.tobytes(), digest_size=8).digest(), "little")
+        logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32) * 3
+        logits[[END, CONTROL]] = -20
+        return logits
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StandInTokenizer:
+    """One token a byte; END ends a reply and CONTROL has no text."""
+
+    vocab_size = VOCAB
+    bos_id = None
+    eos_id = END
+    add_bos = False
+    end_ids = frozenset({END})
+    control_ids = frozenset({END, CONTROL})
+    notices = ()
+
+    def encode(self, text: str, *, control: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def stream(self) -> StandInDecoder:
+        return StandInDecoder()
+
+
+class StandInDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]) if token < 256 else b"")
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
