@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import pytest
+
+from engine.errors import ModelError
+from goinfer_chat import catalogue
 
 
 @pytest.fixture(scope="session")
 def model_path() -> Callable[[str], Path]:
     """`model_path("smollm2-135m")`: the file of a model of the catalogue; the test is skipped where there is none.
 
-    Looked for in the folder that GOINFER_CHAT_MODELS names, else where `goinfer-chat pull` puts models.
+    The default model is fetched if it is not in the models folder, the larger ones are not.
     """
-    named = os.environ.get("GOINFER_CHAT_MODELS")
-    folder = Path(named) if named else platformdirs.user_cache_path("goinfer-chat") / "models"
+    missing: dict[str, str] = {}  # asked once: a network that is down takes its time to say so
 
     def find(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        if not path.is_file():
-            pytest.skip(f"no {path.name} in {folder}: fetch it with `goinfer-chat pull {name}`")
-        return path
+        if name not in missing:
+            try:
+                path = catalogue.ensure(name) if name == catalogue.DEFAULT_MODEL else catalogue.resolve(name)
+            except ModelError as error:
+                missing[name] = str(error)
+            else:
+                if path is not None:
+                    return path
+                missing[name] = f"{name} is not in {catalogue.models_folder()}: goinfer-chat pull {name}"
+        pytest.skip(missing[name])
 
     return find
 
