@@ -56,7 +56,7 @@ class SentencePieceBPE:
         self._word_starts = re.compile(f"(?<=[^{kept}])(?={_SPACE})")
 
     def encode(self, text: str, *, continues: bool) -> list[int]:
-        """Ids of a stretch of text, with a space in front where the model wants one and it `continues` no other text."""
+        """Ids of a stretch of text; the model's leading space is added unless it `continues` other text."""
         text = text.replace(" ", _SPACE)
         if self.space_prefix and not continues:
             text = _SPACE + text

@@ -1,0 +1,624 @@
+"""Text to ids and back: llama.cpp's ids, the reference pipelines of `tokenizers`, and SentencePiece by brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_vocab import CONTROL, NORMAL, USER_DEFINED, bpe_metadata, spm_metadata
+from tokenizers import normalizers, pre_tokenizers
+
+from engine.bpe import PRE_TOKENIZERS
+from engine.errors import ModelFileError, UnsupportedModelError, UsageError
+from engine.gguf_file import open_gguf
+from engine.tokenizer import Spellings, Tokenizer
+
+MODELS = [
+    "smollm2-135m",
+    pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow),
+    pytest.param("qwen2.5-coder-1.5b", marks=pytest.mark.slow),
+    pytest.param("gemma-3-270m", marks=pytest.mark.slow),
+]
+AWKWARD_TEXTS = [
+    "->",
+    "(x):\n",
+    "12345",
+    "3.14e-10",
+    "don't DON'T we'Ll",
+    "   \n\t",
+    " leading",
+    "\u00e9",
+    "e\u0301",
+    "हिन्दी में लिखना",
+    "한국어 \u1112\u1161\u11ab",
+    "\u200d",
+    "<|im_start|>x<|im_end|><tool_call></tool_call>",
+    "\x00\x7f\x80\ufffd\ufeff\U0010ffff",
+    "a  b   c\n\n\n\nd\r\n\r\n e",
+]
+
+
+def random_texts(count: int) -> list[str]:
+    """Unicode strings of all planes, lengths 0 to 40; the same ones each time."""
+    rng = random.Random(7)
+    ranges = [
+        (0x20, 0x7F),
+        (0x20, 0x7F),
+        (0xA0, 0x250),
+        (0x300, 0x370),
+        (0x900, 0x980),
+        (0x4E00, 0x9FFF),
+        (1, 0x10FFFF),
+    ]
+
+    def character() -> str:
+        code = rng.randint(*rng.choice(ranges))
+        return chr(code) if not 0xD800 <= code < 0xE000 else " "
+
+    return ["".join(character() for _ in range(rng.randint(0, 40))) for _ in range(count)]
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    with open_gguf(path) as file:
+        return {
+            key: value.copy() if isinstance(value, np.ndarray) else value
+            for key, value in file.metadata.items()
+            if key.startswith("tokenizer.")
+        }
+
+
+@pytest.fixture(scope="module")
+def metadata_of(model_path: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = {}
+
+    def load(name: str) -> dict[str, Any]:
+        if name not in loaded:
+            loaded[name] = read_metadata(model_path(name))
+        return loaded[name]
+
+    return load
+
+
+def ids_of(metadata: dict[str, Any], *texts: str) -> list[int]:
+    return [metadata["tokenizer.ggml.tokens"].index(text) for text in texts]
+
+
+def add_tokens(metadata: dict[str, Any], *tokens: tuple[str, int]) -> dict[str, Any]:
+    """The metadata with more tokens, as (text, type), at the end."""
+    changed = dict(metadata)
+    changed["tokenizer.ggml.tokens"] = metadata["tokenizer.ggml.tokens"] + [text for text, _ in tokens]
+    changed["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"] + [kind for _, kind in tokens]
+    if "tokenizer.ggml.scores" in metadata:
+        changed["tokenizer.ggml.scores"] = metadata["tokenizer.ggml.scores"] + [-1000.0] * len(tokens)
+    return changed
+
+
+# -- the ids of llama.cpp ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_equal_those_of_llama_cpp_with_control_tokens_parsed_and_as_text(
+    name: str, metadata_of: Callable[[str], dict[str, Any]], golden: Callable[[str], dict[str, Any]]
+) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata_of(name))
+    cases = golden(name)["tokenize"]
+    assert len(cases) >= 19
+    for case in cases:
+        assert tokenizer.encode(case["text"], control=True) == case["special"], case["text"]
+        assert tokenizer.encode(case["text"]) == case["plain"], case["text"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replies_decode_to_the_text_of_llama_cpp(
+    name: str, metadata_of: Callable[[str], dict[str, Any]], golden: Callable[[str], dict[str, Any]]
+) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata_of(name))
+    for case in golden(name)["greedy"]:
+        assert tokenizer.decode(case["ids"]) == case["text"]
+
+
+# -- the reference pipelines of the models' own tokenizer.json -----------------------------------------------------
+
+
+def reference(
+    metadata: dict[str, Any], pre: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None
+) -> tokenizers.Tokenizer:
+    tokens, types = metadata["tokenizer.ggml.tokens"], list(metadata["tokenizer.ggml.token_type"])
+    vocab = {text: id for id, text in enumerate(tokens) if types[id] == NORMAL}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({**vocab, **{t: i for i, t in enumerate(tokens)}}, merges))
+    made.pre_tokenizer = pre
+    if normalizer is not None:
+        made.normalizer = normalizer
+    added = [(text, kind) for text, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    made.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text, kind in added if kind == CONTROL])
+    made.add_tokens([tokenizers.AddedToken(text, normalized=False) for text, kind in added if kind == USER_DEFINED])
+    return made
+
+
+def check_against(reference: tokenizers.Tokenizer, tokenizer: Tokenizer) -> None:
+    for text in AWKWARD_TEXTS + random_texts(200):
+        reference.encode_special_tokens = False
+        assert tokenizer.encode(text, control=True) == reference.encode(text).ids, text
+        reference.encode_special_tokens = True
+        assert tokenizer.encode(text) == reference.encode(text).ids, text
+
+
+def smollm_pipeline() -> pre_tokenizers.PreTokenizer:
+    """As the model's tokenizer.json has it: single digits, then GPT-2's own splitting."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+def qwen2_pipeline() -> pre_tokenizers.PreTokenizer:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+        ]
+    )
+
+
+def test_smollm_ids_equal_the_reference_pipeline(metadata_of: Callable[[str], dict[str, Any]]) -> None:
+    metadata = metadata_of("smollm2-135m")
+    check_against(reference(metadata, smollm_pipeline(), None), Tokenizer.from_gguf(metadata))
+
+
+@pytest.mark.slow
+def test_qwen_ids_equal_the_reference_pipeline(metadata_of: Callable[[str], dict[str, Any]]) -> None:
+    metadata = metadata_of("qwen2.5-coder-0.5b")
+    check_against(reference(metadata, qwen2_pipeline(), normalizers.NFC()), Tokenizer.from_gguf(metadata))
+
+
+def test_small_vocabularies_split_as_the_reference_pipelines() -> None:
+    smollm, qwen = bpe_metadata("smollm"), bpe_metadata("qwen2")
+    check_against(reference(smollm, smollm_pipeline(), None), Tokenizer.from_gguf(smollm))
+    check_against(reference(qwen, qwen2_pipeline(), normalizers.NFC()), Tokenizer.from_gguf(qwen))
+
+
+def test_qwen_normalizes_to_nfc_and_smollm_does_not() -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    qwen, smollm = Tokenizer.from_gguf(bpe_metadata("qwen2")), Tokenizer.from_gguf(bpe_metadata("smollm"))
+    assert qwen.encode(decomposed) == qwen.encode(composed)
+    assert smollm.encode(decomposed) != smollm.encode(composed)
+    assert smollm.decode(smollm.encode(decomposed)) == decomposed
+
+
+def test_llama3_takes_a_word_that_is_a_token_before_any_merge() -> None:
+    # "ello" cannot be reached: "he" and "ll" are joined first.
+    metadata = add_tokens(bpe_metadata("llama-bpe"), ("ello", NORMAL))
+    (ello,) = ids_of(metadata, "ello")
+    assert Tokenizer.from_gguf(metadata).encode("ello") == [ello]
+    assert Tokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": "qwen2"}).encode("ello") != [ello]
+
+
+def test_numbers_are_grouped_as_the_pre_tokenizer_says() -> None:
+    metadata = bpe_metadata("x")
+    metadata["tokenizer.ggml.tokens"] = metadata["tokenizer.ggml.tokens"] + ["12", "123", "1234"]
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"] + [NORMAL] * 3
+    metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"] + ["1 2", "12 3", "123 4"]
+    expected = {"gpt-2": ["1234"], "llama-bpe": ["123", "4"], "smollm": list("1234"), "qwen2": list("1234")}
+    for pre, pieces in expected.items():
+        tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": pre})
+        assert tokenizer.encode("1234") == ids_of(metadata, *pieces), pre
+
+
+# -- SentencePiece -------------------------------------------------------------------------------------------------
+
+
+def merged_by_brute_force(text: str, metadata: dict[str, Any]) -> list[int]:
+    """The definition: of all neighbours that are a piece together join the best, the leftmost of equals, and repeat."""
+    types = metadata["tokenizer.ggml.token_type"]
+    scores = metadata["tokenizer.ggml.scores"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    pieces = {text: id for id, text in enumerate(tokens) if types[id] in (NORMAL, USER_DEFINED)}
+    parts = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(-scores[pieces[a + b]], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in pieces]
+        if not pairs:
+            break
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    bytes_of = [tokens.index(f"<0x{byte:02X}>") for byte in range(256)]
+    return [id for part in parts for id in ([pieces[part]] if part in pieces else [bytes_of[b] for b in part.encode()])]
+
+
+@given(st.text(st.sampled_from("the world >is\té日本") | st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_sentencepiece_joins_the_best_pair_first_and_the_leftmost_of_equals(text: str) -> None:
+    metadata = spm_metadata(gemma=True)
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True))
+    # Equal scores, a piece that overlaps itself, and a piece that spans the start of a word.
+    extra = {"ll": scores["he"], "ee": -1.0, "eee": -0.5, ">▁": -0.2, ">▁t": -0.1}
+    metadata["tokenizer.ggml.tokens"] = [t for t in scores if t not in extra] + list(extra)
+    by_text = dict.fromkeys(metadata["tokenizer.ggml.tokens"], -1000.0) | scores | extra
+    metadata["tokenizer.ggml.scores"] = [by_text[text] for text in metadata["tokenizer.ggml.tokens"]]
+    kinds = dict(zip(scores, metadata["tokenizer.ggml.token_type"], strict=True))
+    metadata["tokenizer.ggml.token_type"] = [kinds.get(text, NORMAL) for text in metadata["tokenizer.ggml.tokens"]]
+    text = text.replace("\n\n", "")  # a user-defined token, cut out before anything is joined
+    assert Tokenizer.from_gguf(metadata).encode(text) == merged_by_brute_force(text, metadata)
+
+
+@pytest.mark.slow
+def test_gemma_ids_equal_the_brute_force_definition(metadata_of: Callable[[str], dict[str, Any]]) -> None:
+    metadata = metadata_of("gemma-3-270m")
+    tokenizer = Tokenizer.from_gguf(metadata)
+    texts = ["</a> </b>", "aaaaaaaaaa", "the  quick", "日本語のテキスト", *random_texts(20)]
+    plain = {
+        **metadata,
+        "tokenizer.ggml.token_type": metadata["tokenizer.ggml.token_type"].tolist(),
+        "tokenizer.ggml.scores": metadata["tokenizer.ggml.scores"].tolist(),
+    }
+    user_defined = Spellings(
+        (t, 0) for t, k in zip(plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"]) if k == 4
+    )
+    checked = 0
+    for text in texts:
+        if not list(user_defined.find(text)):
+            assert tokenizer.encode(text) == merged_by_brute_force(text, plain), text
+            checked += 1
+    assert checked > 10
+
+
+def test_a_space_is_put_in_front_of_text_that_starts_or_follows_a_control_token() -> None:
+    metadata = spm_metadata(gemma=False)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    hello, world, end, he, llo = ids_of(metadata, "▁hello", "▁world", "</s>", "he", "ll")
+    assert tokenizer.encode("hello") == [hello]
+    assert tokenizer.encode("hello</s>world", control=True) == [hello, end, world]
+    assert tokenizer.encode("hello", continues=True)[:2] == [he, llo]
+    assert tokenizer.encode("</s>world", control=True, continues=True) == [end, world]
+    assert tokenizer.encode("") == []
+    assert Tokenizer.from_gguf(spm_metadata(gemma=True)).encode("hello")[0] != hello
+
+
+def test_without_byte_tokens_a_character_that_is_no_piece_is_the_unknown_token() -> None:
+    metadata = spm_metadata(gemma=False)
+    kept = [id for id, kind in enumerate(metadata["tokenizer.ggml.token_type"]) if kind != 6]
+    for key in ("tokens", "scores", "token_type"):
+        metadata[f"tokenizer.ggml.{key}"] = [metadata[f"tokenizer.ggml.{key}"][id] for id in kept]
+    unknown, hello, space = ids_of(metadata, "<unk>", "▁hello", "▁")
+    assert Tokenizer.from_gguf(metadata).encode("hello ☃") == [hello, space, unknown]
+    del metadata["tokenizer.ggml.unknown_token_id"]
+    metadata["tokenizer.ggml.tokens"] = ["<none>", *metadata["tokenizer.ggml.tokens"][1:]]
+    with pytest.raises(ModelFileError, match="0 of 256 byte tokens"):
+        Tokenizer.from_gguf(metadata)
+
+
+# -- control tokens and user-defined tokens ------------------------------------------------------------------------
+
+
+def tool_vocabulary() -> dict[str, Any]:
+    return add_tokens(bpe_metadata("qwen2"), ("<tool_call>", USER_DEFINED), ("<tool_call>x", USER_DEFINED))
+
+
+def all_vocabularies() -> list[dict[str, Any]]:
+    return [tool_vocabulary(), bpe_metadata("llama-bpe"), spm_metadata(gemma=True), spm_metadata(gemma=False)]
+
+
+SPELLINGS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<tool_call>",
+    "<s>",
+    "</s>",
+    "<bos>",
+    "<end_of_turn>",
+    "<unk>",
+    "<0x0A>",
+    "<|",
+    "|>",
+]
+
+
+@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2"])
+def test_text_never_becomes_a_control_token(metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.control_ids
+
+    @given(st.lists(st.sampled_from(SPELLINGS) | st.text(max_size=4), max_size=8).map("".join))
+    def check(text: str) -> None:
+        assert tokenizer.control_ids.isdisjoint(tokenizer.encode(text))
+
+    check()
+
+
+def test_a_merge_does_not_make_a_control_token_of_text() -> None:
+    metadata = add_tokens(spm_metadata(gemma=False), ("he\u200b", CONTROL))
+    (control,) = ids_of(metadata, "he\u200b")
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert control not in tokenizer.encode("he\u200b")
+    assert control in tokenizer.encode("he\u200b", control=True)
+
+
+def test_user_defined_tokens_are_found_in_text_the_longest_first() -> None:
+    metadata = tool_vocabulary()
+    tokenizer = Tokenizer.from_gguf(metadata)
+    short, long = ids_of(metadata, "<tool_call>", "<tool_call>x")
+    (x, y) = ids_of(metadata, "x", "y")
+    for control in (False, True):
+        assert tokenizer.encode("<tool_call>y<tool_call>xy", control=control) == [short, y, long, y]
+    assert tokenizer.encode("x<tool_call>") == [x, short]
+
+
+def test_a_mark_keeps_a_spelling_text_and_is_dropped() -> None:
+    metadata = tool_vocabulary()
+    tokenizer = Tokenizer.from_gguf(metadata)
+    end, call = ids_of(metadata, "<|im_end|>", "<tool_call>")
+    marked = "<\ufdd0|im_end|> <|im_end|><\ufdd0tool_call>"
+    ids = tokenizer.encode(marked, control=True, mark="\ufdd0")
+    assert ids.count(end) == 1
+    assert call not in ids
+    assert tokenizer.decode(ids) == "<|im_end|> <tool_call>"
+
+
+@given(
+    st.lists(st.text("ab<|>", min_size=1, max_size=4), max_size=6, unique=True),
+    st.text("ab<|>", max_size=30),
+)
+def test_spellings_are_found_leftmost_and_longest(texts: list[str], text: str) -> None:
+    expected, at = [], 0
+    while at < len(text):
+        found = max((t for t in texts if text.startswith(t, at)), key=len, default=None)
+        if found is not None:
+            expected.append((at, at + len(found), texts.index(found)))
+        at += len(found) if found else 1
+    assert list(Spellings((t, id) for id, t in enumerate(texts)).find(text)) == expected
+
+
+# -- there and back ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_text_comes_back_from_its_ids_with_every_pre_tokenizer(pre: str) -> None:
+    tokenizer = Tokenizer.from_gguf(bpe_metadata(pre))
+    normalize = normalizers.NFC().normalize_str if PRE_TOKENIZERS[pre].nfc else str
+
+    @given(st.text(max_size=40))
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text)) == normalize(text)
+
+    check()
+
+
+@pytest.mark.parametrize("gemma", [True, False])
+def test_text_comes_back_from_its_ids_with_sentencepiece(gemma: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(spm_metadata(gemma=gemma))
+
+    # U+2581 stands for the space itself, so it comes back as one.
+    @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁") | st.just("\n"), max_size=40))
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    check()
+
+
+def test_text_comes_back_from_the_ids_of_the_default_model(metadata_of: Callable[[str], dict[str, Any]]) -> None:
+    """Where each of its bytes has a token: 21 have none (0x04, 0xF1 ...), and the reference leaves them out too."""
+    tokenizer = Tokenizer.from_gguf(metadata_of("smollm2-135m"))
+    known = b"".join({piece for id in range(tokenizer.vocab_size) if len(piece := tokenizer.piece(id)) == 1})
+    assert len(known) == 256 - 21
+    texts = [text for text in AWKWARD_TEXTS + random_texts(200) if set(text.encode()) <= set(known)]
+    assert len(texts) > 50
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab"
+
+
+@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2"])
+def test_each_of_the_256_bytes_is_the_piece_of_a_token(metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata)
+    pieces = {tokenizer.piece(id) for id in range(tokenizer.vocab_size)}
+    assert {bytes([byte]) for byte in range(256)} <= pieces
+
+
+def test_control_tokens_have_no_text_and_user_defined_ones_have() -> None:
+    metadata = tool_vocabulary()
+    tokenizer = Tokenizer.from_gguf(metadata)
+    end, call = ids_of(metadata, "<|im_end|>", "<tool_call>")
+    assert tokenizer.piece(end) == b""
+    assert tokenizer.piece(call) == b"<tool_call>"
+    assert tokenizer.decode([end, call, end]) == "<tool_call>"
+    assert tokenizer.token_text(end) == "<|im_end|>"
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    tokenizer = Tokenizer.from_gguf(bpe_metadata("smollm"))
+    for id in (-1, tokenizer.vocab_size):
+        with pytest.raises(UsageError, match="not in the vocabulary"):
+            tokenizer.decode([id])
+        with pytest.raises(UsageError, match="not in the vocabulary"):
+            tokenizer.token_text(id)
+
+
+def test_a_lone_surrogate_counts_as_a_replacement_character() -> None:
+    tokenizer = Tokenizer.from_gguf(bpe_metadata("smollm"))
+    assert tokenizer.encode("a\udc80b") == tokenizer.encode("a\ufffdb")
+
+
+# -- the ends of a reply -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("smollm2-135m", {"<|im_end|>", "<|endoftext|>"}),
+        pytest.param("qwen2.5-coder-0.5b", {"<|im_end|>", "<|endoftext|>"}, marks=pytest.mark.slow),
+        pytest.param("gemma-3-270m", {"<end_of_turn>", "<eos>"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_end_tokens_of_real_models(name: str, ends: set[str], metadata_of: Callable[[str], dict[str, Any]]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata_of(name))
+    assert {tokenizer.token_text(id) for id in tokenizer.end_ids} == ends
+    assert tokenizer.notices == ()
+
+
+def test_the_end_of_turn_ends_a_reply_also_where_eos_is_only_the_end_of_text() -> None:
+    metadata = bpe_metadata("qwen2")
+    end_of_text, end_of_turn = ids_of(metadata, "<|endoftext|>", "<|im_end|>")
+    tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.eos_token_id": end_of_text})
+    assert tokenizer.eos_id == end_of_text
+    assert end_of_turn in tokenizer.end_ids
+
+
+def test_an_end_of_turn_that_the_file_calls_a_normal_token_is_a_control_token() -> None:
+    metadata = bpe_metadata("qwen2")
+    (end,) = ids_of(metadata, "<|im_end|>")
+    metadata["tokenizer.ggml.token_type"] = [NORMAL] * len(metadata["tokenizer.ggml.tokens"])
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert end in tokenizer.end_ids
+    assert tokenizer.piece(end) == b""
+    assert end not in tokenizer.encode("<|im_end|>")
+    assert tokenizer.encode("<|im_end|>", control=True) == [end]
+
+
+def test_strike_through_is_no_end_token_where_it_is_text() -> None:
+    metadata = add_tokens(spm_metadata(gemma=True), ("</s>", USER_DEFINED))
+    (strike,) = ids_of(metadata, "</s>")
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert strike not in tokenizer.end_ids
+    assert tokenizer.decode(tokenizer.encode("</s>")) == "</s>"
+
+
+def test_id_0_is_an_id() -> None:
+    metadata = bpe_metadata("smollm")
+    metadata |= {
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (0, 0)
+    assert 0 in tokenizer.end_ids
+    assert tokenizer.notices == ()
+
+
+def test_all_end_keys_of_a_file_count() -> None:
+    metadata = bpe_metadata("llama-bpe") | {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert {7, 9, metadata["tokenizer.ggml.eos_token_id"]} <= tokenizer.end_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("{{ 'x<|endoftext|>' }}", "<|endoftext|>"), ("{{ 'x<|im_end|>' }}", "<|im_end|>"), ("", "<|im_end|>")],
+)
+def test_without_any_end_key_the_end_comes_from_the_template_or_the_vocabulary_with_a_notice(
+    template: str, end: str
+) -> None:
+    metadata = bpe_metadata("smollm")
+    del metadata["tokenizer.ggml.eos_token_id"]
+    tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.chat_template": template})
+    assert tokenizer.eos_id == ids_of(metadata, end)[0]
+    assert set(ids_of(metadata, "<|im_end|>", "<|endoftext|>")) == tokenizer.end_ids
+    (notice,) = tokenizer.notices
+    assert end in notice
+
+
+def test_a_vocabulary_without_any_end_says_so() -> None:
+    metadata = spm_metadata(gemma=False)
+    del metadata["tokenizer.ggml.eos_token_id"]
+    metadata["tokenizer.ggml.tokens"] = ["<unk>", "<s>", "<nothing>", *metadata["tokenizer.ggml.tokens"][3:]]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.eos_id is None
+    assert tokenizer.end_ids == frozenset()
+    assert "no end token" in tokenizer.notices[0]
+
+
+def test_bos_is_wanted_as_the_file_or_else_the_kind_of_tokenizer_says() -> None:
+    for metadata, wanted in [
+        (bpe_metadata("qwen2"), False),
+        (bpe_metadata("llama-bpe"), True),
+        (spm_metadata(gemma=True), True),
+    ]:
+        del metadata["tokenizer.ggml.add_bos_token"]
+        assert Tokenizer.from_gguf(metadata).add_bos is wanted
+        for stated in (True, False):
+            assert Tokenizer.from_gguf({**metadata, "tokenizer.ggml.add_bos_token": stated}).add_bos is stated
+
+
+# -- files that cannot be used -------------------------------------------------------------------------------------
+
+
+def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'klingon'.*llama-bpe.*qwen2"):
+        Tokenizer.from_gguf(bpe_metadata("klingon"))
+
+
+def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'t5'.*gpt2.*llama"):
+        Tokenizer.from_gguf(bpe_metadata("qwen2") | {"tokenizer.ggml.model": "t5"})
+
+
+def test_a_missing_pre_tokenizer_is_llama_cpps_default_with_a_notice() -> None:
+    metadata = bpe_metadata("default")
+    named = Tokenizer.from_gguf(metadata)
+    del metadata["tokenizer.ggml.pre"]
+    unnamed = Tokenizer.from_gguf(metadata)
+    text = "x=1234; hello!!"
+    assert unnamed.encode(text) == named.encode(text)
+    assert named.notices == ()
+    assert "pre-tokenizer" in unnamed.notices[0]
+
+
+BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "no kind": (lambda: bpe_metadata("qwen2"), {"model": None}),
+    "kind is a number": (lambda: bpe_metadata("qwen2"), {"model": 3}),
+    "no tokens": (lambda: bpe_metadata("qwen2"), {"tokens": None}),
+    "tokens empty": (lambda: bpe_metadata("qwen2"), {"tokens": []}),
+    "tokens are numbers": (lambda: bpe_metadata("qwen2"), {"tokens": [1, 2]}),
+    "tokens are a text": (lambda: bpe_metadata("qwen2"), {"tokens": "abc"}),
+    "a token twice": (lambda: bpe_metadata("qwen2"), {"tokens": ["a", "a"], "token_type": [1, 1]}),
+    "types too short": (lambda: bpe_metadata("qwen2"), {"token_type": [1, 1]}),
+    "types are fractions": (lambda: bpe_metadata("qwen2"), {"token_type": np.ones(308, np.float32)}),
+    "types are a number": (lambda: bpe_metadata("qwen2"), {"token_type": 1}),
+    "types are ragged": (lambda: bpe_metadata("qwen2"), {"token_type": np.ones((2, 2), np.int32)}),
+    "no merges": (lambda: bpe_metadata("qwen2"), {"merges": None}),
+    "a merge of unknown tokens": (lambda: bpe_metadata("qwen2"), {"merges": ["he llo", "QQ ZZ"]}),
+    "a merge of one": (lambda: bpe_metadata("qwen2"), {"merges": ["he"]}),
+    "pre is a list": (lambda: bpe_metadata("qwen2"), {"pre": ["qwen2"]}),
+    "eos past the end": (lambda: bpe_metadata("qwen2"), {"eos_token_id": 308}),
+    "bos negative": (lambda: bpe_metadata("qwen2"), {"bos_token_id": -1}),
+    "eos is a text": (lambda: bpe_metadata("qwen2"), {"eos_token_id": "2"}),
+    "eos is true": (lambda: bpe_metadata("qwen2"), {"eos_token_id": True}),
+    "BOS wanted but not named": (lambda: bpe_metadata("qwen2"), {"bos_token_id": None, "add_bos_token": True}),
+    "add_bos is a number": (lambda: bpe_metadata("qwen2"), {"add_bos_token": 1}),
+    "no scores": (lambda: spm_metadata(gemma=True), {"scores": None}),
+    "scores too long": (lambda: spm_metadata(gemma=True), {"scores": [0.0] * 1000}),
+    "a score that is no number": (lambda: spm_metadata(gemma=True), {"scores": [float("nan")] * 380}),
+    "scores are texts": (lambda: spm_metadata(gemma=True), {"scores": ["0"] * 380}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_tables_that_contradict_each_other_are_refused(case: str) -> None:
+    make, changes = BROKEN[case]
+    metadata = make() | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\."):
+        Tokenizer.from_gguf(metadata)
+
+
+def test_the_tables_may_be_arrays_of_any_integer_type() -> None:
+    metadata = bpe_metadata("qwen2")
+    plain = Tokenizer.from_gguf(metadata)
+    for dtype in (np.uint8, np.int32, np.uint64):
+        array = np.array(metadata["tokenizer.ggml.token_type"], dtype)
+        tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.token_type": array})
+        assert tokenizer.control_ids == plain.control_ids
