@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
-from engine.model import Batch
 from numpy.typing import NDArray
 
 from engine.api import (
@@ -33,17 +33,26 @@ from engine.api import (
     TurnStats,
 )
 from engine.kv_cache import BlockTable
+from engine.model import Batch
 from engine.sampler import Sampler, log_probabilities
 from engine.sessions import Sessions
 from engine.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from engine.model import Model
-
     from engine.tokenizer import Tokenizer
 
 MAX_ROWS = 512
 """Rows of one step at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Ids to run on top of a table, and of how many of the last ones logits are wanted."""
+
+    table: BlockTable
+    ids: list[int]
+    num_wanted: int
 
 
 class PrefillPace:
@@ -120,11 +129,12 @@ class Generation:
             return False
         return len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
 
-    def schedule(self, pace: PrefillPace) -> tuple[list[int], bool]:
-        """Ids of the rows to run next, and whether the logits of the last one are wanted."""
+    def schedule(self, pace: PrefillPace) -> Rows:
+        """What to run next; logits are wanted of a last row that something is drawn from."""
         start = len(self.table)
-        rows = self.ids[start : start + pace.rows(len(self.ids) - start)]
-        return rows, self.finish_reason is None and start + len(rows) == len(self.ids)
+        ids = self.ids[start : start + pace.rows(len(self.ids) - start)]
+        draws = self.finish_reason is None and start + len(ids) == len(self.ids)
+        return Rows(self.table, ids, num_wanted=int(draws))
 
     def accept(self, num_rows: int, logits: NDArray[np.float32] | None, started: float) -> None:
         """Take in a step that began at `started` and wrote `num_rows` rows; logits [V] f32 of the last, if wanted."""
@@ -166,6 +176,7 @@ class Generation:
 
     def _draw(self, logits: NDArray[np.float32]) -> None:
         """The next token: it ends the reply, or becomes part of it."""
+        logits = logits[: self._tokenizer.vocab_size]  # some models have more rows, as padding
         token = self._sampler.sample(logits, len(self.ids), self.ids)
         if self._first_token is None:
             self._first_token = perf_counter()
@@ -261,27 +272,27 @@ def step(model: Model, sessions: Sessions, running: Sequence[Generation], pace: 
     """
     started = perf_counter()
     scheduled = [generation.schedule(pace) for generation in running]
-    for generation, (rows, _) in zip(running, scheduled):
-        sessions.reserve(generation.table, len(rows))
-    logits = model.forward(_batch([generation.table for generation in running], scheduled))
-    pace.measured(sum(len(rows) for rows, _ in scheduled), perf_counter() - started)
-    wanted = iter(logits)
-    for generation, (rows, wants) in zip(running, scheduled):
-        generation.table.append(rows)
-        generation.accept(len(rows), next(wanted) if wants else None, started)
+    for rows in scheduled:
+        sessions.reserve(rows.table, len(rows.ids))
+    logits = iter(model.forward(to_batch(scheduled)))
+    pace.measured(sum(len(rows.ids) for rows in scheduled), perf_counter() - started)
+    for generation, rows in zip(running, scheduled):
+        rows.table.append(rows.ids)
+        generation.accept(len(rows.ids), next(logits) if rows.num_wanted else None, started)
 
 
-def _batch(tables: Sequence[BlockTable], scheduled: Sequence[tuple[list[int], bool]]) -> Batch:
-    """The rows of one step: those of a table side by side, positions counting on from the table's length."""
-    counts = [len(rows) for rows, _ in scheduled]
+def to_batch(scheduled: Sequence[Rows]) -> Batch:
+    """The rows of one step: those of a table side by side, their positions counting on from its length."""
+    tables = [rows.table for rows in scheduled]
+    counts = [len(rows.ids) for rows in scheduled]
     blocks = np.zeros((len(tables), max(len(table.blocks) for table in tables)), np.int32)
     for i, table in enumerate(tables):
         blocks[i, : len(table.blocks)] = table.blocks
-    ends = np.cumsum(counts)
+    wanted = [np.arange(end - rows.num_wanted, end) for end, rows in zip(np.cumsum(counts), scheduled)]
     return Batch(
-        ids=np.array([token for rows, _ in scheduled for token in rows], np.int32),
+        ids=np.array([token for rows in scheduled for token in rows.ids], np.int32),
         positions=np.concatenate([np.arange(len(t), len(t) + n, dtype=np.int32) for t, n in zip(tables, counts)]),
         tables=blocks,
         table_rows=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
-        want=np.array([end - 1 for end, (_, wants) in zip(ends, scheduled) if wants], np.int32),
+        want=np.concatenate(wanted).astype(np.int32),
     )

@@ -1,0 +1,44 @@
+"""The inference engine: a GGUF file in, replies out, no terminal in it. `docs/engine.md` is its guide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.local import LocalEngine
+
+__all__ = ["load"]
+
+
+def load(
+    model_path: str | Path,
+    *,
+    context_size: int | None = None,
+    threads: int | None = None,
+    kv_sessions: int = 4,
+    chat_template: str | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> LocalEngine:
+    """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
+
+    context_size   positions of a conversation; None: the smaller of 8,192 and what the model was trained for
+    threads        None: one for each physical core this process may use
+    kv_sessions    conversations whose cache is kept between requests; 0 keeps none
+    chat_template  a Jinja template to use instead of the file's own
+    progress       called with what is being done and the share of it that is done, 0 to 1
+
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
+    that cannot be obeyed.
+    """
+    from engine.local import LocalEngine
+
+    return LocalEngine.load(
+        Path(model_path),
+        context_size=context_size,
+        threads=threads,
+        kv_sessions=kv_sessions,
+        chat_template=chat_template,
+        progress=progress,
+    )

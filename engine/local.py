@@ -1,0 +1,324 @@
+"""The `cpu` backend: the parts of this package put together as an Engine."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import secrets
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, TextDelta
+from engine.arch import ModelConfig
+from engine.chat_template import ChatTemplate
+from engine.errors import ContextExceededError, EngineError, ModelFileError, UsageError
+from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_batch
+from engine.gguf_file import GGUFFile, open_gguf
+from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
+from engine.memory import MemoryPlan, available_memory, plan_memory
+from engine.model import Model
+from engine.sampler import log_probabilities
+from engine.sessions import Sessions
+from engine.tokenizer import Tokenizer
+
+Progress = Callable[[str, float], None]
+
+_SCORED_ROWS = 64  # rows of a step that have logits: 64 of 150,000 values are 39 MB
+
+# `general.file_type` of a GGUF by number: LlamaFileType in gguf-py's constants.py.
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
+    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S",
+    25: "IQ4_NL", 30: "IQ4_XS", 32: "BF16",
+}  # fmt: skip
+
+
+class LocalEngine:
+    """A loaded model that answers requests, one at a time; others wait. Usable as a context manager."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        context_size: int | None,
+        threads: int | None,
+        kv_sessions: int,
+        chat_template: str | None,
+        progress: Progress | None,
+    ) -> Self:
+        """See `engine.load`."""
+        if kv_sessions < 0:
+            raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
+        with ExitStack() as undo:
+            gguf = undo.enter_context(open_gguf(path))
+            tokenizer = Tokenizer.from_gguf(gguf.metadata)
+            template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, chat_template)
+            config = ModelConfig.from_gguf(gguf)
+            if tokenizer.vocab_size > config.vocab_size:
+                raise ModelFileError(
+                    f"{path.name}: the tokenizer has {tokenizer.vocab_size:,} tokens and the model only "
+                    f"{config.vocab_size:,}: the file's parts do not belong together"
+                )
+            weight_bytes, block_bytes = Model.estimate(gguf)
+            plan = plan_memory(
+                name=path.name,
+                weight_bytes=weight_bytes,
+                block_bytes=block_bytes,
+                context_size=context_size,
+                train_context_size=config.train_context_size,
+                kv_sessions=kv_sessions,
+                available=available_memory(),
+            )
+            model = Model.load(gguf, threads=threads, max_rows=MAX_ROWS, progress=progress)
+            undo.callback(model.close)
+            engine = cls(gguf, tokenizer, template, model, plan, kv_sessions)
+            undo.pop_all()
+            return engine
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        model: Model,
+        plan: MemoryPlan,
+        kv_sessions: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.info = _model_info(gguf, tokenizer, template, model, plan)
+        self._gguf = gguf
+        self._model = model
+        self._pool = KVPool(model.kv_block_bytes, plan.num_blocks)
+        model.bind_pool(self._pool)
+        self._sessions = Sessions(self._pool, kv_sessions)
+        self._pace = PrefillPace()
+        self._lock = threading.Lock()  # held while a request runs; not reentrant, any thread may drive the iterator
+        self._closing = threading.Event()
+        self._closed = False
+        self._to_forget: set[str] = set()
+        self._runs: weakref.WeakSet[Generator[Event, None, None]] = weakref.WeakSet()
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        """Events of one reply, ending with Finished.
+
+        Raises at once, with nothing evaluated or changed: TemplateError, ContextExceededError, UsageError for ids
+        that the model does not have, EngineError when the engine is closed. Waits for the request that is running;
+        a request that is cancelled meanwhile ends without having run.
+        """
+        submitted = perf_counter()
+        self._check_open()
+        prompt_ids = self._prompt_ids(request)
+        self._check_ids(request.sampling.logit_bias, "the logit bias")
+        if len(prompt_ids) >= self.info.context_size:
+            raise ContextExceededError(len(prompt_ids), self.info.context_size)
+        events = self._run(request, prompt_ids, submitted)
+        self._runs.add(events)
+        return events
+
+    def count_tokens(self, request: Request) -> int:
+        """Prompt tokens this request would have. Raises TemplateError or UsageError."""
+        return len(self._prompt_ids(request))
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
+        conversation: str = "default",
+    ) -> Reply:
+        """The reply to messages, or to one user message given as text. Raises what `generate` raises."""
+        request = _request(messages, sampling, max_tokens, stop, top_logprobs, conversation)
+        return next(event.reply for event in self.generate(request) if isinstance(event, Finished))
+
+    def stream(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        conversation: str = "default",
+    ) -> Iterator[str]:
+        """The text of a reply as it is generated, in whole characters. Raises what `generate` raises."""
+        request = _request(messages, sampling, max_tokens, stop, None, conversation)
+        return (event.text for event in self.generate(request) if isinstance(event, TextDelta))
+
+    def score(self, ids: Sequence[int], first: int) -> list[float]:
+        """Natural-log probabilities of ids[first:], each given all ids before it. Kept conversations stay as they are.
+
+        Raises ContextExceededError for more ids than the context holds, and UsageError for ids the model does not have.
+        """
+        assert 1 <= first <= len(ids)
+        self._check_ids(ids, "the text")
+        if len(ids) > self.info.context_size:
+            raise ContextExceededError(len(ids), self.info.context_size)
+        scores: list[float] = []
+        with self._lock:
+            self._check_open()
+            table = BlockTable(self._pool)
+            try:
+                while len(table) < len(ids) - 1:  # the last id predicts nothing that is asked for
+                    part = list(ids[len(table) : min(len(table) + _SCORED_ROWS, len(ids) - 1)])
+                    end = len(table) + len(part)
+                    rows = Rows(table, part, num_wanted=min(len(part), max(0, end - first + 1)))
+                    self._sessions.reserve(table, len(part))
+                    logits = self._model.forward(to_batch([rows]))
+                    table.append(part)
+                    scores += [
+                        log_probabilities(row, ids[position + 1], 0)[0]
+                        for position, row in enumerate(logits, start=end - rows.num_wanted)
+                    ]
+            finally:
+                table.release()
+        return scores
+
+    def forget(self, conversation: str) -> None:
+        """Drop the cache of one conversation: at once, or at the end of the request that is running."""
+        self._to_forget.add(conversation)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_now()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Free the memory. A request that runs in another thread is cancelled first; may be called again."""
+        self._closing.set()
+        while not self._lock.acquire(timeout=0.05):
+            for events in list(self._runs):  # an iterator nobody goes on with would hold the lock for ever
+                if inspect.getgeneratorstate(events) == inspect.GEN_SUSPENDED:
+                    with suppress(ValueError):  # another thread has just gone on with it
+                        events.close()
+        try:
+            if not self._closed:
+                self._closed = True
+                self._model.close()
+                self._gguf.close()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, request: Request, prompt_ids: list[int], submitted: float) -> Generator[Event, None, None]:
+        def cancelled() -> bool:
+            return request.cancel.is_set() or self._closing.is_set()
+
+        def start(table: BlockTable) -> Generation:
+            return Generation(
+                request,
+                prompt_ids,
+                table,
+                self.tokenizer,
+                seed=secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed,
+                context_size=self.info.context_size,
+                submitted=submitted,
+            )
+
+        while not self._lock.acquire(timeout=0.05):
+            if cancelled():
+                generation = start(BlockTable(self._pool))
+                generation.cancel()
+                yield Finished(generation.reply())
+                return
+        try:
+            self._check_open()
+            self._forget_now()
+            table = self._sessions.begin(request.conversation, prompt_ids)
+            try:
+                yield from run(start(table), self._model, self._sessions, self._pace, cancelled)
+            finally:
+                self._sessions.end(request.conversation)
+                self._forget_now()
+        finally:
+            self._lock.release()
+
+    def _forget_now(self) -> None:
+        while self._to_forget:
+            self._sessions.forget(self._to_forget.pop())
+
+    def _prompt_ids(self, request: Request) -> list[int]:
+        if request.prompt_ids is None:
+            return self.template.encode(request.messages, request.tools, **request.template_kwargs)
+        if not request.prompt_ids:
+            raise UsageError("prompt_ids is empty: a model needs at least one token to go on from")
+        self._check_ids(request.prompt_ids, "the prompt")
+        return list(request.prompt_ids)
+
+    def _check_ids(self, ids: Iterable[int], what: str) -> None:
+        vocab_size = self.tokenizer.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"{what} has token id {wrong}; the model's ids are 0 to {vocab_size - 1:,}")
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineError("the engine is closed; load the model again")
+
+
+def _request(
+    messages: str | Sequence[Message],
+    sampling: SamplingParams | None,
+    max_tokens: int | None,
+    stop: Sequence[str],
+    top_logprobs: int | None,
+    conversation: str,
+) -> Request:
+    return Request(
+        messages=(Message(role="user", content=messages),) if isinstance(messages, str) else tuple(messages),
+        sampling=sampling or SamplingParams(),
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+        top_logprobs=top_logprobs,
+        conversation=conversation,
+    )
+
+
+def _model_info(
+    gguf: GGUFFile, tokenizer: Tokenizer, template: ChatTemplate, model: Model, plan: MemoryPlan
+) -> ModelInfo:
+    config = model.config
+    return ModelInfo(
+        name=config.name,
+        architecture=config.architecture,
+        quantization=_quantization(gguf),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
+        num_layers=config.num_layers,
+        vocab_size=config.vocab_size,
+        context_size=plan.context_size,
+        train_context_size=config.train_context_size,
+        kv_bytes_per_token=model.kv_block_bytes // BLOCK_SIZE,
+        weight_bytes=model.weight_bytes,
+        backend="cpu",
+        kernels=model.kernels,
+        threads=model.threads,
+        notices=(*tokenizer.notices, *template.notices, *plan.notices),
+    )
+
+
+def _quantization(gguf: GGUFFile) -> str:
+    """What the file says it is, else the type that most of its bytes have."""
+    named = gguf.metadata.get("general.file_type")
+    if isinstance(named, int) and named in _FILE_TYPES:
+        return _FILE_TYPES[named]
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        sizes[tensor.type.name] += tensor.nbytes
+    return sizes.most_common(1)[0][0]

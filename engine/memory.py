@@ -1,0 +1,143 @@
+"""What fits into memory, decided before anything large is loaded.
+
+An operating system grants more memory than it has and kills the program when it is used; so the need is computed
+first and compared with what is free for this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import OutOfMemoryError, UsageError
+from engine.kv_cache import BLOCK_SIZE, blocks_for
+
+DEFAULT_CONTEXT = 8192
+"""Positions when none are asked for: several files of source and a long talk, 0.2 GB of K/V in a model of 1.5B."""
+
+LEAST_CONTEXT = 512
+"""A context that was asked for is not made smaller than this: the model is refused instead."""
+
+_RESERVED = 256 * 2**20  # for the interpreter, compiled code, one step's activations and logits
+_RESERVED_ADDRESSES = 512 * 2**20  # threads reserve address space (stacks, malloc arenas) that they hardly use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    context_size: int
+    num_blocks: int
+    """Blocks of the pool: every kept conversation may fill its context, where memory allows it."""
+    notices: tuple[str, ...]
+
+
+def plan_memory(
+    *,
+    name: str,
+    weight_bytes: int,
+    block_bytes: int,
+    context_size: int | None,
+    train_context_size: int,
+    kv_sessions: int,
+    available: int | None,
+) -> MemoryPlan:
+    """The context and the pool that fit beside the weights into `available` bytes (None: not known, not checked).
+
+    A context larger than memory or training allows becomes smaller, and a notice says so. Raises OutOfMemoryError
+    with the bytes needed and free when not even the smallest useful one fits, and UsageError for a context below 2.
+    """
+    if context_size is not None and context_size < 2:
+        raise UsageError(
+            f"a context needs at least 2 tokens, one for the prompt and one for the reply, not {context_size}"
+        )
+    notices = []
+    wanted = context_size or DEFAULT_CONTEXT
+    context = min(wanted, train_context_size)
+    if context_size is not None and context < wanted:
+        notices.append(f"the context is {context:,} tokens, the most {name} was trained for, instead of {wanted:,}")
+    most_blocks = max(1, kv_sessions) * blocks_for(context)
+    if available is None:
+        return MemoryPlan(context_size=context, num_blocks=most_blocks, notices=tuple(notices))
+
+    free_blocks = (available - weight_bytes) // block_bytes
+    if free_blocks < blocks_for(min(context, LEAST_CONTEXT)):
+        needed = weight_bytes + blocks_for(min(context, LEAST_CONTEXT)) * block_bytes
+        raise OutOfMemoryError(
+            f"{name} needs {_mib(needed)} of memory with a context of {min(context, LEAST_CONTEXT):,} tokens, and "
+            f"{_mib(max(0, available))} are free; close other programs or choose a smaller model"
+        )
+    if free_blocks < blocks_for(context):
+        needed = weight_bytes + blocks_for(context) * block_bytes
+        notices.append(
+            f"the context is {free_blocks * BLOCK_SIZE:,} tokens instead of {context:,}, for which {name} needs "
+            f"{_mib(needed)} of memory, and {_mib(available)} are free"
+        )
+        context = free_blocks * BLOCK_SIZE
+    return MemoryPlan(context_size=context, num_blocks=min(most_blocks, free_blocks), notices=tuple(notices))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes this process may still use, less a reserve for what is not weights or K/V; None where nothing says so.
+
+    The least of: what the system has left (MemAvailable, or physical memory where that is not told), what the control
+    groups leave (v1 and v2, the process's own and those above it), and the limit on address space.
+    """
+    free = [*_system_memory(proc), *_cgroup_memory(proc, cgroups)]
+    addresses = [left - _RESERVED_ADDRESSES for left in _address_space(proc)]
+    return min([*(left - _RESERVED for left in free), *addresses], default=None)
+
+
+def _system_memory(proc: Path) -> Iterator[int]:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+            return
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # no such name, or no sysconf at all
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_memory(proc: Path, root: Path) -> Iterator[int]:
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            names = ("memory.max", "memory.current", "inactive_file")
+            yield from _groups(root, path, *names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _groups(root / "memory", path, *names)
+
+
+def _groups(root: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    """What the group and each one above it leave. In a container the path may not exist below its own root."""
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+        if limit.strip().isdigit() and usage.strip().isdigit():
+            stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            yield int(limit) - int(usage) + int(stat.get(cache_name, "0"))
+        if folder == root:
+            return
+
+
+def _address_space(proc: Path) -> Iterator[int]:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _read(proc / "self" / "statm").split()
+    if limit != resource.RLIM_INFINITY and used:
+        yield limit - int(used[0]) * resource.getpagesize()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
