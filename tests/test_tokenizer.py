@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_vocab import CONTROL, NORMAL, USER_DEFINED, bpe_metadata, spm_metadata
 from tokenizers import normalizers, pre_tokenizers
@@ -239,6 +239,8 @@ def merged_by_brute_force(text: str, metadata: dict[str, Any]) -> list[int]:
     return [id for part in parts for id in ([pieces[part]] if part in pieces else [bytes_of[b] for b in part.encode()])]
 
 
+@example("a> the >  t")
+@example("eeee he eee eeeee")
 @given(st.text(st.sampled_from("the world >is\té日本") | st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_sentencepiece_joins_the_best_pair_first_and_the_leftmost_of_equals(text: str) -> None:
     metadata = spm_metadata(gemma=True)
@@ -341,10 +343,13 @@ def test_text_never_becomes_a_control_token(metadata: dict[str, Any]) -> None:
 
 def test_a_merge_does_not_make_a_control_token_of_text() -> None:
     metadata = add_tokens(spm_metadata(gemma=False), ("he\u200b", CONTROL))
-    (control,) = ids_of(metadata, "he\u200b")
+    # An end of turn is one whatever its type.
+    metadata = add_tokens(metadata, *[("<|end|>"[:length], NORMAL) for length in range(2, 8)])
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert control not in tokenizer.encode("he\u200b")
-    assert control in tokenizer.encode("he\u200b", control=True)
+    for text in ("he\u200b", "<|end|>"):
+        (control,) = ids_of(metadata, text)
+        assert control not in tokenizer.encode(text)
+        assert control in tokenizer.encode(text, control=True)
 
 
 def test_user_defined_tokens_are_found_in_text_the_longest_first() -> None:
