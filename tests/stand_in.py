@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from engine.errors import TemplateError
 from engine.kv_cache import BLOCK_SIZE, KVPool
 
 try:
@@ -34,6 +36,12 @@ except ModuleNotFoundError:  # TEMPORARY
 
     sys.modules["engine.model"] = types.ModuleType("engine.model")
     sys.modules["engine.model"].Batch = Batch
+    sys.modules["engine.model"].Model = object
+try:
+    import engine.chat_template  # noqa: F401
+except ModuleNotFoundError:  # TEMPORARY
+    sys.modules["engine.chat_template"] = types.ModuleType("engine.chat_template")
+    sys.modules["engine.chat_template"].ChatTemplate = object
 
 END = 256
 CONTROL = 257
@@ -48,14 +56,18 @@ class StandInModel:
     kernels = "stand-in"
     threads = 1
 
-    def __init__(self, pool: KVPool, script: Callable[[int], int | None] | None = None) -> None:
-        self.config = SimpleNamespace(vocab_size=VOCAB)
+    def __init__(self, pool: KVPool | None = None, script: Callable[[int], int | None] | None = None) -> None:
+        self.config = SimpleNamespace(
+            name="stand-in", architecture="none", num_layers=1, vocab_size=VOCAB, train_context_size=4096
+        )
         self.script = script
+        self.seconds_per_row = 0.0
         self.rows_per_step: list[int] = []
         self.wanted_per_step: list[int] = []
         self.before_step: Callable[[], None] = lambda: None
         self.closed = False
-        self.bind_pool(pool)
+        if pool is not None:
+            self.bind_pool(pool)
 
     def bind_pool(self, pool: KVPool) -> None:
         assert pool.block_bytes == self.kv_block_bytes
@@ -64,6 +76,7 @@ class StandInModel:
     def forward(self, batch) -> np.ndarray:
         self.before_step()
         num_rows = len(batch.ids)
+        time.sleep(self.seconds_per_row * num_rows)
         for array in (batch.ids, batch.positions, batch.tables, batch.table_rows, batch.want):
             assert array.dtype == np.int32
         assert 0 < num_rows <= 512
@@ -136,3 +149,21 @@ class StandInDecoder:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+class StandInTemplate:
+    """`role:content` and END for each message, then `assistant:`; kept ids stand for their content."""
+
+    notices = ("a template of the tests",)
+
+    def __init__(self, tokenizer: StandInTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, messages, tools=(), *, add_generation_prompt: bool = True) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            if message.role == "tool":
+                raise TemplateError("no tools here")
+            content = message.ids if message.ids is not None else self.tokenizer.encode(message.content)
+            ids += [*self.tokenizer.encode(f"{message.role}:"), *content, END]
+        return ids + (self.tokenizer.encode("assistant:") if add_generation_prompt else [])
