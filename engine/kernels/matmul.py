@@ -27,6 +27,7 @@ from engine.kernels.ir import (
     Kernel,
     KernelBuilder,
     Value,
+    emit_module,
     fill,
     ir,
     vector,
@@ -319,7 +320,7 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
                     for n in range(size):
                         all_rows(1, b.sum(group, n), whole, target.tile_rows[1:], False)
 
-                b.greedy(groups, (2, 1) if wide else (1,), strip)
+                b.greedy(groups, (1,), strip)
             with few, b.loop(groups) as g:
                 all_rows(1, g, 0, target.tile_rows[1:], True)
 
@@ -362,3 +363,9 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
                         b.write(b.extract_element(value, lane), out, place)
 
     return emit
+
+
+def matmul_module(fmt: WeightFormat, target: Target) -> str:
+    """IR of the module with a format's `matmul` and `dequantize_row`."""
+    functions = {"matmul": matmul(fmt, target), "dequantize_row": dequantize_row(fmt, target)}
+    return emit_module(f"matmul_{fmt.type.name}", functions, target.triple)

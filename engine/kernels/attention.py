@@ -1,0 +1,153 @@
+"""Attention over the KV cache, one block of 64 positions at a time.
+
+A conversation's softmax is computed in parts of 512 positions, cut at multiples of 512 whatever the prompt, the chunk
+or the number of threads; a part leaves a state (largest score, sum, weighted values) and states are merged in
+ascending order. So a row's result depends on its own position and on the keys and values before it, nothing else.
+
+For any number of queries (rows x heads) that share a KV head:
+    scores   q . k for 64 positions        softmax  a part's scores -> weights and an empty state
+    weigh    the state += weights . v      merge    fold the next part into a state      finish   divide by the sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.kernels.ir import F32, I32, I64, VF, VI, Kernel, KernelBuilder, Value, fill, ir
+
+BLOCK = 64
+"""Positions of a KV block."""
+PART = 512
+"""Positions of a softmax part: fixed, since it shapes the sums."""
+STATE = 16
+"""Floats before the weighted values of a state: the largest score, the sum, 14 of padding to a cache line."""
+
+INFINITY = float("inf")
+
+
+def _floats(b: KernelBuilder, base: Value, narrow: bool, *offsets: Value | int) -> Value:
+    return b.halves(base, *offsets) if narrow else b.read(VF, base, *offsets)
+
+
+def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
+    """out[i][0..63] = query i . 64 keys, for `count` queries given by their addresses; out rows are PART floats apart.
+
+    Keys are [dim][64], f16, or f32 when they were widened once for many queries. Each sum runs over dim in ascending
+    order.
+    """
+    size = 2 if narrow else 4
+
+    def emit(b: KernelBuilder, queries: Value, count: Value, keys: Value, out: Value, dim: Value) -> None:
+        queries, keys, out = (b.pointer(p) for p in (queries, keys, out))
+
+        def body(num: int, first: Value) -> None:
+            q = [b.pointer(b.read(I64, queries, b.times(b.sum(first, t), 8))) for t in range(num)]
+            sums = [b.variables(4, fill(VF, 0.0)) for _ in range(num)]
+            with b.loop(dim) as d:
+                row = [_floats(b, keys, narrow, b.times(d, BLOCK * size), 16 * size * c) for c in range(4)]
+                for query, slots in zip(q, sums, strict=True):
+                    x = b.broadcast(F32, query, b.times(d, 4))
+                    for key, slot in zip(row, slots, strict=True):
+                        b.store(b.fmadd(x, key, b.get(slot, VF)), slot)
+            for t, slots in enumerate(sums):
+                for c, slot in enumerate(slots):
+                    b.write(b.get(slot, VF), out, b.times(b.sum(first, t), 4 * PART), 64 * c)
+
+        b.greedy(count, tiles, body)
+
+    return emit
+
+
+def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
+    """The values of state i += weights[i][0..positions) . values [positions][dim], in ascending positions."""
+    size = 2 if narrow else 4
+
+    def emit(
+        b: KernelBuilder, weights: Value, count: Value, values: Value, positions: Value, states: Value, dim: Value
+    ) -> None:
+        weights, values, states = (b.pointer(p) for p in (weights, values, states))
+
+        def body(num: int, first: Value) -> None:
+            numbers = [b.sum(first, t) for t in range(num)]
+            state = [b.at(b.pointer(b.read(I64, states, b.times(n, 8))), 4 * STATE) for n in numbers]
+            weight = [b.at(weights, b.times(n, 4 * PART)) for n in numbers]
+
+            def columns(width: int, vector: Value) -> None:
+                at = b.times(vector, 64)
+                sums = [[b.variable(b.read(VF, s, at, 64 * c)) for c in range(width)] for s in state]
+                with b.loop(positions) as p:
+                    row = b.times(b.times(p, dim), size), b.times(vector, 16 * size)
+                    v = [_floats(b, values, narrow, *row, 16 * size * c) for c in range(width)]
+                    for w, slots in zip(weight, sums, strict=True):
+                        x = b.broadcast(F32, w, b.times(p, 4))
+                        for c, slot in enumerate(slots):
+                            b.store(b.fmadd(x, v[c], b.get(slot, VF)), slot)
+                for s, slots in zip(state, sums, strict=True):
+                    for c, slot in enumerate(slots):
+                        b.write(b.get(slot, VF), s, at, 64 * c)
+
+            b.greedy(b.sdiv(dim, I64(16)), (4, 1), columns)
+
+        b.greedy(count, tiles, body)
+
+    return emit
+
+
+def widen(b: KernelBuilder, source: Value, target: Value, n: Value) -> None:
+    """n f16 as f32; n is a multiple of 64."""
+    source, target = b.pointer(source), b.pointer(target)
+    with b.loop(b.sdiv(n, I64(64))) as i:
+        for c in range(4):
+            b.write(b.halves(source, b.times(i, 128), 32 * c), target, b.times(i, 256), 64 * c)
+
+
+def softmax(b: KernelBuilder, p: Value, low: Value, high: Value, padded: Value, state: Value, dim: Value) -> None:
+    """Scores low..high of a part -> weights in place, zeros elsewhere up to `padded`; the state's values are cleared.
+
+    low and high are what the row may see of this part: causality above, a sliding window below.
+    """
+    p, state = b.pointer(p), b.pointer(state)
+    lanes = ir.Constant(VI, list(range(16)))
+    low32, high32 = (b.splat(b.trunc(x, I32)) for x in (low, high))
+
+    def seen(i: Value) -> Value:
+        position = b.add(lanes, b.splat(b.trunc(b.times(i, 16), I32)))
+        return b.and_(b.icmp_signed(">=", position, low32), b.icmp_signed("<", position, high32))
+
+    top, total = b.variable(fill(VF, -INFINITY)), b.variable(fill(VF, 0.0))
+    vectors = b.sdiv(padded, I64(16))
+    with b.loop(vectors) as i:
+        x = b.select(seen(i), b.read(VF, p, b.times(i, 64)), fill(VF, -INFINITY))
+        b.store(b.larger(x, b.get(top, VF)), top)
+    peak = b.tree(b.get(top, VF), b.larger)
+    with b.loop(vectors) as i:
+        at = b.times(i, 64)
+        e = b.select(seen(i), b.exp(b.fsub(b.read(VF, p, at), b.splat(peak))), fill(VF, 0.0))
+        b.write(e, p, at)
+        b.store(b.fadd(b.get(total, VF), e), total)
+    b.write(peak, state)
+    b.write(b.tree(b.get(total, VF), b.fadd), state, 4)
+    with b.loop(b.sdiv(dim, I64(16))) as i:
+        b.write(fill(VF, 0.0), state, 4 * STATE, b.times(i, 64))
+
+
+def merge(b: KernelBuilder, state: Value, part: Value, dim: Value) -> None:
+    """Fold the state of the next part into `state` (online softmax, Milakov and Gimelshein 2018)."""
+    state, part = b.pointer(state), b.pointer(part)
+    first, second = b.read(F32, state), b.read(F32, part)
+    peak = b.larger(first, second)
+    keep, take = (b.exp(b.splat(b.fsub(x, peak))) for x in (first, second))
+    b.write(peak, state)
+    total = b.fmadd(take, b.broadcast(F32, part, 4), b.fmul(keep, b.broadcast(F32, state, 4)))
+    b.write(b.extract_element(total, I32(0)), state, 4)
+    with b.loop(b.sdiv(dim, I64(16))) as i:
+        at = b.sum(4 * STATE, b.times(i, 64))
+        b.write(b.fmadd(take, b.read(VF, part, at), b.fmul(keep, b.read(VF, state, at))), state, at)
+
+
+def finish(b: KernelBuilder, state: Value, out: Value, dim: Value) -> None:
+    """out [dim] f32 = the state's weighted values divided by its sum."""
+    state, out = b.pointer(state), b.pointer(out)
+    total = b.broadcast(F32, state, 4)
+    with b.loop(b.sdiv(dim, I64(16))) as i:
+        b.write(b.fdiv(b.read(VF, state, 4 * STATE, b.times(i, 64)), total), out, b.times(i, 64))

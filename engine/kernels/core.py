@@ -1,0 +1,36 @@
+"""The kernels every model needs, by the names the walk calls them."""
+
+from __future__ import annotations
+
+from engine.kernels import attention, rows
+from engine.kernels.ir import Kernel
+from engine.kernels.matmul import ActivationLayout
+from engine.kernels.target import Target
+
+
+def kernels(target: Target) -> dict[str, Kernel]:
+    """All kernels of the core module."""
+    sources: tuple[rows.Source, ...] = ("plain", "norm", "silu", "gelu")
+    activations = {
+        f"{source}_{span}": rows.activate(ActivationLayout(span), source) for source in sources for span in (256, 32, 1)
+    }
+    return {
+        **activations,
+        "inverse_rms": rows.inverse_rms,
+        "add_normed": rows.add_normed,
+        "add_vector": rows.add_vector,
+        "scale_vector": rows.scale_vector,
+        "norm_vector": rows.norm_vector,
+        "rotate_neox": rows.rotate(True),
+        "rotate_pairs": rows.rotate(False),
+        "store_key": rows.store_key,
+        "store_value": rows.store_value,
+        "scores_narrow": attention.scores(True, target.query_tiles),
+        "scores_wide": attention.scores(False, target.query_tiles),
+        "weigh_narrow": attention.weigh(True, target.query_tiles),
+        "weigh_wide": attention.weigh(False, target.query_tiles),
+        "widen": attention.widen,
+        "softmax": attention.softmax,
+        "merge": attention.merge,
+        "finish": attention.finish,
+    }

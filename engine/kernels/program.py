@@ -1,0 +1,129 @@
+"""A forward step as data: a list of operations that one compiled loop walks (`walk.py`).
+
+The model builds the list once from its architecture (`engine/model.py`); what changes from step to step (rows,
+positions, block tables) lies in the `CONTEXT` and in the arrays it points to. Adding an architecture means another
+list, not another loop. All records are plain memory shared with compiled code: addresses and counts as int64.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Op(IntEnum):
+    """What an operation does. Each is shared by all threads and ends at a barrier."""
+
+    EMBED = 0
+    """x = rows of the embedding matrix, times `factor` if given."""
+    NORM = 1
+    """activation = quantized x / rms(x) * weight."""
+    MATMUL = 2
+    """out = (or +=) activation times `num_matrices` matrices that share it."""
+    HEADS = 3
+    """Bias, norm and rotation of the heads of q and k; k and v go to the cache."""
+    KEEP = 4
+    """From here on only the wanted rows go on."""
+    ATTEND = 5
+    """Softmax states of q against the cache."""
+    MERGE = 6
+    """activation = quantized attention output."""
+    GATED = 7
+    """second activation = quantized act(gate) * up, a strip of outputs at a time while it is in L2."""
+    ADD_NORM = 8
+    """x += out / rms(out) * weight."""
+
+
+def _record(*names: str) -> np.dtype[np.void]:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+OPERATION = _record(
+    "code",
+    "wanted",  # 1: runs on the wanted rows only, and not at all when there are none
+    "activation",  # index of the activation read (NORM, MERGE: written)
+    "second",  # GATED: index of the activation written
+    "matrix",  # index of the first matrix
+    "num_matrices",
+    "out",  # address of the output [rows, ...] f32
+    "out_bytes",  # bytes of an output row
+    "add",  # 1: add to the output
+    "weight",  # address of a norm's weights
+    "factor",  # address of an f32, or 0
+    "gelu",  # 1: the gate's activation is GELU, 0: SiLU
+    "bias",  # HEADS: address of the bias of q, k and v, or 0
+    "q_norm",  # HEADS: address of the norm's weights, or 0
+    "k_norm",
+    "cos",  # HEADS: addresses of tables [positions, half] f32
+    "sin",
+    "half",  # rotated pairs of a head
+    "neox",
+    "kv_offset",  # bytes of this layer's keys from the start of a KV block; the values follow them
+    "window",  # ATTEND: positions a row sees, itself included; 0: all
+    "share",  # values of a share of work, where a row is shared
+)
+
+MATRIX = _record(
+    "address",  # first group
+    "multiply",  # address of the format's matmul kernel
+    "row",  # address of its dequantize_row kernel
+    "group_bytes",
+    "num_groups",
+    "num_blocks",
+    "span",
+    "out_offset",  # bytes in the output row where this matrix's outputs start
+)
+
+ACTIVATION = _record(
+    "num_values",
+    "unit",  # values that are quantized together at least: a multiple of each span in use
+    "base_256",  # address of row 0 in the layout of span 256, or 0 if no matrix wants it
+    "row_256",  # bytes of a row
+    "base_32",
+    "row_32",
+    "base_1",
+    "row_1",
+)
+
+CONTEXT = _record(
+    "operations",
+    "num_operations",
+    "matrices",
+    "activations",
+    # the model
+    "hidden",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "eps",  # address of an f32
+    "scale",  # address of an f32: what q is multiplied with
+    "kv_memory",
+    "kv_block_bytes",
+    # the rows of this step
+    "num_rows",
+    "num_wanted",
+    "ids",  # int32 [rows]
+    "positions",
+    "table_rows",
+    "wanted",
+    "tables",  # int32 [tables, table_blocks]
+    "table_blocks",
+    # buffers
+    "x",  # f32 [rows, x_bytes / 4]: the residual stream
+    "x_bytes",
+    "qkv",
+    "qkv_bytes",
+    "attention",
+    "attention_bytes",
+    "states",
+    "state_slots",  # parts a query may have
+    "scratch",
+    "scratch_bytes",  # of one thread
+    # the threads
+    "num_threads",
+    "generation",  # address of a counter: steps started
+    "barrier",  # address of a counter: arrivals
+    "barrier_base",  # its value when the step started
+    "counters",  # one cache line for each operation: work handed out
+)

@@ -1,0 +1,226 @@
+"""Kernels on single rows: norms, activation functions, quantization, rotary embedding, writing K and V.
+
+Each works on a stretch of one row, so that several threads can share even a single row. Lengths are multiples of 16
+floats, those that are quantized multiples of the block. `twins` says each of them in NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.kernels.ir import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    VF,
+    VI,
+    Int,
+    Kernel,
+    KernelBuilder,
+    Value,
+    fill,
+    vector,
+)
+from engine.kernels.matmul import ActivationLayout
+
+Source = Literal["plain", "norm", "silu", "gelu"]
+
+GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
+"""2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-x (linear + cubic x^2))) (Hendrycks and Gimpel 2016)."""
+
+
+def _squares(b: KernelBuilder, x: Value, n: Int) -> Value:
+    """Sum of squares of n floats: vector i goes to sum i mod 4, the four and then the lanes are added in pairs."""
+    slots = b.variables(4, fill(VF, 0.0))
+    vectors = b.sdiv(b.int64(n), I64(16))
+
+    def add(i: int, first: Value) -> None:
+        v = b.read(VF, x, b.times(first, 64), 64 * i)
+        b.store(b.fmadd(v, v, b.get(slots[i], VF)), slots[i])
+
+    with b.loop(b.sdiv(vectors, I64(4))) as r:
+        for i in range(4):
+            add(i, b.times(r, 4))
+    whole = b.times(b.sdiv(vectors, I64(4)), 4)
+    for i in range(3):  # what is left of a length that is no multiple of 64
+        with b.if_then(b.icmp_signed("<", b.sum(whole, i), vectors)):
+            add(i, whole)
+    s = [b.get(slot, VF) for slot in slots]
+    return b.tree(b.fadd(b.fadd(s[0], s[1]), b.fadd(s[2], s[3])), b.fadd)
+
+
+def _inverse_rms(b: KernelBuilder, x: Value, n: Int, eps: Value) -> Value:
+    """1 / sqrt(mean of squares + eps)."""
+    mean = b.fdiv(_squares(b, x, n), b.sitofp(b.int64(n), F32))
+    return b.fdiv(F32(1.0), b.intrinsic("llvm.sqrt.f32", F32, b.fadd(mean, eps)))
+
+
+def inverse_rms(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) -> None:
+    """out f32 = 1 / sqrt(mean(x^2) + eps); eps is the address of an f32."""
+    b.write(_inverse_rms(b, b.pointer(x), n, b.read(F32, b.pointer(eps))), b.pointer(out))
+
+
+def add_normed(b: KernelBuilder, y: Value, weight: Value, inverse: Value, out: Value, n: Value) -> None:
+    """out += y * inverse * weight for n floats: a norm on the way into the residual stream."""
+    y, weight, out = (b.pointer(p) for p in (y, weight, out))
+    factor = b.broadcast(F32, b.pointer(inverse))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        normed = b.fmul(b.fmul(b.read(VF, y, at), factor), b.read(VF, weight, at))
+        b.write(b.fadd(b.read(VF, out, at), normed), out, at)
+
+
+def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value) -> Value:
+    """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up."""
+    z = gate
+    if source == "gelu":
+        square = b.fmul(gate, gate)
+        z = b.fmul(gate, b.fmadd(square, fill(VF, GELU_CUBIC), fill(VF, GELU_LINEAR)))
+    negative = b.fsub(fill(VF, -0.0), z)
+    return b.fmul(b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(negative))), up)
+
+
+def activate(layout: ActivationLayout, source: Source) -> Kernel:
+    """Quantize blocks first .. first + count of a row into an activation row of `blocks` blocks at dst.
+
+    The values are x (plain), x * inverse * y (norm: y the weights, inverse the address of an f32), or the gated
+    activation of x and y. x and y are addresses of the row's start. Floats (span 1) are taken 32 at a time.
+    """
+    span = max(layout.span, 32)
+
+    def emit(
+        b: KernelBuilder, x: Value, y: Value, inverse: Value, dst: Value, first: Value, count: Value, blocks: Value
+    ) -> None:
+        x, y, dst = b.pointer(x), b.pointer(y), b.pointer(dst)
+        factor = b.broadcast(F32, b.pointer(inverse)) if source == "norm" else None
+        with b.loop(count) as r:
+            s = b.add(first, r)
+            values = []
+            for i in range(span // 16):
+                at = b.times(s, 4 * span), 64 * i
+                v = b.read(VF, x, *at)
+                if source == "norm":
+                    v = b.fmul(b.fmul(v, factor), b.read(VF, y, *at))
+                elif source != "plain":
+                    v = _gated(b, source, v, b.read(VF, y, *at))
+                values.append(v)
+            if layout.span == 1:
+                for i, v in enumerate(values):
+                    b.write(v, dst, b.times(s, 4 * span), 64 * i)
+            else:
+                _quantize(b, layout, values, dst, s, blocks)
+
+    return emit
+
+
+def _quantize(b: KernelBuilder, layout: ActivationLayout, values: list[Value], dst: Value, s: Value, blocks: Value) -> None:
+    """One block: symmetric int8 with scale max|x| / 127, rounded to even, and the sums the matmul tiles need."""
+    span = layout.span
+    tops = [b.magnitude(v) for v in values]
+    while len(tops) > 1:
+        tops = [b.larger(p, q) for p, q in zip(tops[::2], tops[1::2], strict=True)]
+    top = b.tree(tops[0], b.larger)
+    empty = b.fcmp_ordered("==", top, F32(0.0))
+    factor = b.select(empty, F32(0.0), b.fdiv(F32(127.0), b.select(empty, F32(1.0), top)))
+    scale = b.fdiv(top, F32(127.0))
+    spread = b.splat(factor)
+    levels = [b.fptosi(b.round_even(b.fmul(v, spread)), VI) for v in values]
+    for i, q in enumerate(levels):
+        b.write(b.trunc(q, vector(I8, 16)), dst, b.times(s, span), 16 * i)
+    b.write(scale, dst, layout.after(b, blocks, 0), b.times(s, 4))
+    if span == 32:
+        total = b.intrinsic("llvm.vector.reduce.add.v16i32", I32, b.add(*levels))
+        b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
+        b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
+        return
+    sixteens = _sums_of_lanes(b, levels)
+    pairs = b.add(b.pick(sixteens, sixteens, range(0, 16, 2)), b.pick(sixteens, sixteens, range(1, 16, 2)))
+    b.write(b.trunc(pairs, vector(I16, 8)), dst, layout.after(b, blocks, 4), b.times(s, 16))
+    b.write(b.trunc(sixteens, vector(I16, 16)), dst, layout.after(b, blocks, 20), b.times(s, 32))
+
+
+def _sums_of_lanes(b: KernelBuilder, vectors: list[Value]) -> Value:
+    """Lane i = the sum of the lanes of vector i, for 16 vectors, by a transposing tree."""
+    width = 16
+    while width > 1:
+        low = [g * width + i for g in range(16 // width) for i in range(width // 2)]
+        low += [16 + i for i in low]
+        high = [i + width // 2 for i in low]
+        vectors = [
+            b.add(b.pick(p, q, low), b.pick(p, q, high)) for p, q in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width //= 2
+    return vectors[0]
+
+
+# ---------------------------------------------------------------- one head of q, k or v
+def add_vector(b: KernelBuilder, x: Value, y: Value, n: Value) -> None:
+    """x += y for n floats."""
+    x, y = b.pointer(x), b.pointer(y)
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fadd(b.read(VF, x, at), b.read(VF, y, at)), x, at)
+
+
+def scale_vector(b: KernelBuilder, x: Value, factor: Value, n: Value) -> None:
+    """x *= factor (the address of an f32) for n floats."""
+    x, k = b.pointer(x), b.broadcast(F32, b.pointer(factor))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fmul(b.read(VF, x, at), k), x, at)
+
+
+def norm_vector(b: KernelBuilder, x: Value, weight: Value, eps: Value, n: Value) -> None:
+    """x = x / rms(x) * weight in place for n floats."""
+    x, weight = b.pointer(x), b.pointer(weight)
+    factor = b.splat(_inverse_rms(b, x, n, b.read(F32, b.pointer(eps))))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fmul(b.fmul(b.read(VF, x, at), factor), b.read(VF, weight, at)), x, at)
+
+
+def rotate(neox: bool) -> Kernel:
+    """Rotary embedding of one head in place (Su et al. 2021): pairs (d, d + half) if neox, else (2 d, 2 d + 1).
+
+    cos and sin are addresses of `half` f32 for the row's position.
+    """
+    eight = vector(F32, 8)
+
+    def emit(b: KernelBuilder, x: Value, cos: Value, sin: Value, half: Value) -> None:
+        x, cos, sin = (b.pointer(p) for p in (x, cos, sin))
+        with b.loop(b.sdiv(half, I64(8))) as i:
+            at = b.times(i, 32)
+            c, s = b.read(eight, cos, at), b.read(eight, sin, at)
+            if neox:
+                u, v = b.read(eight, x, at), b.read(eight, x, at, b.times(half, 4))
+            else:
+                both = b.read(VF, x, b.times(i, 64))
+                u, v = b.pick(both, both, range(0, 16, 2)), b.pick(both, both, range(1, 16, 2))
+            turned_u = b.fsub(b.fmul(u, c), b.fmul(v, s))
+            turned_v = b.fadd(b.fmul(u, s), b.fmul(v, c))
+            if neox:
+                b.write(turned_u, x, at)
+                b.write(turned_v, x, at, b.times(half, 4))
+            else:
+                b.write(b.pick(turned_u, turned_v, [j // 2 + 8 * (j % 2) for j in range(16)]), x, b.times(i, 64))
+
+    return emit
+
+
+def store_key(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
+    """n floats as f16 into one column of a block of keys [n][64]: 128 bytes apart."""
+    x, dst = b.pointer(x), b.pointer(dst)
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        narrow = b.fptrunc(b.read(VF, x, b.times(i, 64)), vector(F16, 16))
+        for j in range(16):
+            b.write(b.extract_element(narrow, I32(j)), dst, b.times(i, 16 * 128), 128 * j)
+
+
+def store_value(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
+    """n floats as f16 into one row of a block of values [64][n]."""
+    x, dst = b.pointer(x), b.pointer(dst)
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        b.write(b.fptrunc(b.read(VF, x, b.times(i, 64)), vector(F16, 16)), dst, b.times(i, 32))

@@ -1,0 +1,572 @@
+"""The walk over a step's operations, compiled with Numba.
+
+All arithmetic on values is in the kernels; here is only who does what: each function is one operation's work, split
+over the threads by rows and units or handed out by a counter, so that the split never shapes a result. The threads
+stay in compiled code for the whole step and meet at spin barriers: forking and joining them for every matrix product
+cost 5-6 % of decode.
+
+Numba compiles this to LLVM IR, which is linked with the kernels into one object (`module_text`). Nothing here allocates
+or raises; all memory is reached by address.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.attention import BLOCK, PART, STATE
+from engine.kernels.core import kernels
+from engine.kernels.ir import emit_module
+from engine.kernels.plan import GATED_ROWS, L2_BYTES, QUERY_TILE, SPLIT_ROWS, WIDE_QUERIES
+from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
+from engine.kernels.target import Target
+
+SPINS = 20_000
+"""Looks at a barrier before the thread lets others run: about 0.1 ms."""
+PATIENCE = 400_000
+"""Looks for a next step before a helper thread returns to sleep: a few milliseconds."""
+
+LINE = 64
+N = types.intp
+compiled = njit(nogil=True, error_model="numpy", _nrt=False)
+
+
+# ---------------------------------------------------------------- what Numba has no words for
+def _instruction(num_args: int, returns: Any, emit: Callable[..., Any]) -> Any:
+    """An intrinsic with `num_args` integer parameters that emits its own IR."""
+
+    def typed(typing_context: Any, *args: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            result = emit(builder, *values)
+            return context.get_dummy_value() if returns is types.void else result
+
+        return returns(*[N] * num_args), codegen
+
+    # Numba wants to see named parameters.
+    names = ["typing_context", *(f"a{i}" for i in range(num_args))]
+    typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    )
+    return intrinsic(typed)
+
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_POINTER = ir.PointerType()
+
+
+def _declare(builder: Any, name: str, returns: Any, args: list[Any]) -> Any:
+    found = builder.module.globals.get(name)
+    return found or ir.Function(builder.module, ir.FunctionType(returns, args), name)
+
+
+def _load(width: Any) -> Callable[..., Any]:
+    def emit(b: Any, address: Any) -> Any:
+        value = b.load(b.inttoptr(address, _POINTER), typ=width)
+        return value if width is _I64 else b.sext(value, _I64)
+
+    return emit
+
+
+def _call_address(b: Any, function: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(args))
+    return b.call(b.inttoptr(function, kind.as_pointer()), list(args))
+
+
+def _pause(b: Any) -> Any:
+    """Tell the CPU that this is a spin loop."""
+    if b.module.triple.startswith(("aarch64", "arm64")):
+        return b.call(_declare(b, "llvm.aarch64.hint", ir.VoidType(), [_I32]), [_I32(1)])
+    return b.call(_declare(b, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+
+
+def _record(dtype: Any) -> Any:
+    """A typed view of record `index` of the array at an address."""
+    kind = numba.from_dtype(dtype)
+
+    @intrinsic
+    def at(typing_context: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            place = builder.add(values[0], builder.mul(values[1], _I64(dtype.itemsize)))
+            return builder.inttoptr(place, context.get_value_type(kind))
+
+        return kind(N, N), codegen
+
+    return at
+
+
+context_at, operation_at, matrix_at, activation_at = (_record(d) for d in (CONTEXT, OPERATION, MATRIX, ACTIVATION))
+int32_at = _instruction(1, N, _load(_I32))
+int64_at = _instruction(1, N, _load(_I64))
+put_int32 = _instruction(
+    2, types.void, lambda b, address, x: b.store(b.trunc(x, _I32), b.inttoptr(address, _POINTER))
+)
+put_int64 = _instruction(2, types.void, lambda b, address, x: b.store(x, b.inttoptr(address, _POINTER)))
+copy_bytes = _instruction(
+    3,
+    types.void,
+    lambda b, target, source, n: b.call(
+        _declare(b, "llvm.memmove.p0.p0.i64", ir.VoidType(), [_POINTER, _POINTER, _I64, ir.IntType(1)]),
+        [b.inttoptr(target, _POINTER), b.inttoptr(source, _POINTER), n, ir.IntType(1)(0)],
+    ),
+)
+atomic_add = _instruction(
+    2, N, lambda b, address, x: b.atomic_rmw("add", b.inttoptr(address, _I64.as_pointer()), x, "seq_cst")
+)
+atomic_load = _instruction(
+    1, N, lambda b, address: b.load_atomic(b.inttoptr(address, _I64.as_pointer()), "acquire", 8)
+)
+pause = _instruction(0, types.void, _pause)
+let_others_run = _instruction(0, types.void, lambda b: b.call(_declare(b, "sched_yield", _I32, []), []))
+call4 = _instruction(5, types.void, _call_address)
+call10 = _instruction(11, types.void, _call_address)
+
+
+def _kernel(name: str, num_args: int) -> Any:
+    """A kernel of the core module, called by name."""
+
+    def emit(b: Any, *args: Any) -> Any:
+        return b.call(_declare(b, name, ir.VoidType(), [_I64] * num_args), list(args))
+
+    return _instruction(num_args, types.void, emit)
+
+
+inverse_rms = _kernel("inverse_rms", 4)
+add_normed = _kernel("add_normed", 5)
+norm_256, norm_32, norm_1 = (_kernel(f"norm_{span}", 7) for span in (256, 32, 1))
+plain_256, plain_32, plain_1 = (_kernel(f"plain_{span}", 7) for span in (256, 32, 1))
+silu_256, silu_32, silu_1 = (_kernel(f"silu_{span}", 7) for span in (256, 32, 1))
+gelu_256, gelu_32, gelu_1 = (_kernel(f"gelu_{span}", 7) for span in (256, 32, 1))
+add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
+norm_vector = _kernel("norm_vector", 4)
+rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
+store_key, store_value = _kernel("store_key", 3), _kernel("store_value", 3)
+scores_narrow, scores_wide = _kernel("scores_narrow", 5), _kernel("scores_wide", 5)
+weigh_narrow, weigh_wide = _kernel("weigh_narrow", 6), _kernel("weigh_wide", 6)
+widen, softmax = _kernel("widen", 3), _kernel("softmax", 6)
+merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
+
+
+# ---------------------------------------------------------------- operations
+@compiled
+def embed(c, op, tid, rows):
+    matrix = matrix_at(c.matrices, op.matrix)
+    for r in range(tid * rows // c.num_threads, (tid + 1) * rows // c.num_threads):
+        row, x = int32_at(c.ids + 4 * r), c.x + r * c.x_bytes
+        call4(matrix.row, matrix.address + row // 16 * matrix.group_bytes, row % 16, matrix.num_blocks, x)
+        if op.factor:
+            scale_vector(x, op.factor, c.hidden)
+
+
+@compiled
+def activate_norm(act, r, x, weight, inverse, first, count):
+    """Quantize `count` units from `first` on of row r in each layout that is wanted."""
+    if act.base_256:
+        k = act.unit // 256
+        norm_256(x, weight, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
+    if act.base_32:
+        k = act.unit // 32
+        norm_32(x, weight, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
+    if act.base_1:
+        k = act.unit // 32
+        norm_1(x, weight, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+
+
+@compiled
+def activate_plain(act, r, x, first, count):
+    if act.base_256:
+        k = act.unit // 256
+        plain_256(x, 0, 0, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
+    if act.base_32:
+        k = act.unit // 32
+        plain_32(x, 0, 0, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
+    if act.base_1:
+        k = act.unit // 32
+        plain_1(x, 0, 0, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+
+
+@compiled
+def activate_gated(act, r, gelu, gate, up, first):
+    """One unit; gate and up are the addresses of values that stand for the whole row's start."""
+    if act.base_256:
+        k, blocks, row = act.unit // 256, act.num_values // 256, act.base_256 + r * act.row_256
+        if gelu:
+            gelu_256(gate, up, 0, row, first * k, k, blocks)
+        else:
+            silu_256(gate, up, 0, row, first * k, k, blocks)
+    if act.base_32:
+        k, blocks, row = act.unit // 32, act.num_values // 32, act.base_32 + r * act.row_32
+        if gelu:
+            gelu_32(gate, up, 0, row, first * k, k, blocks)
+        else:
+            silu_32(gate, up, 0, row, first * k, k, blocks)
+    if act.base_1:
+        k, blocks, row = act.unit // 32, act.num_values // 32, act.base_1 + r * act.row_1
+        if gelu:
+            gelu_1(gate, up, 0, row, first * k, k, blocks)
+        else:
+            silu_1(gate, up, 0, row, first * k, k, blocks)
+
+
+@compiled
+def norm(c, op, tid, rows):
+    act = activation_at(c.activations, op.activation)
+    inverse = c.scratch + tid * c.scratch_bytes
+    per_row = act.num_values // act.unit
+    i, end = tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        x = c.x + r * c.x_bytes
+        inverse_rms(x, c.hidden, c.eps, inverse)
+        activate_norm(act, r, x, op.weight, inverse, first, count)
+        i += count
+
+
+@compiled
+def add_norm(c, op, tid, rows):
+    inverse = c.scratch + tid * c.scratch_bytes
+    per_row = c.hidden // 32
+    i, end = tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        y, at = op.out + r * op.out_bytes, first * 128
+        inverse_rms(y, c.hidden, c.eps, inverse)
+        add_normed(y + at, op.weight + at, inverse, c.x + r * c.x_bytes + at, 32 * count)
+        i += count
+
+
+@compiled
+def multiply(matrix, act, first, last, row, out, out_bytes, add, rows):
+    """Groups first..last of a matrix times `rows` activation rows from `row` on, in blocks of rows that fit L2."""
+    base, size = act.base_256, act.row_256
+    if matrix.span == 32:
+        base, size = act.base_32, act.row_32
+    elif matrix.span == 1:
+        base, size = act.base_1, act.row_1
+    step = max(8, L2_BYTES // size // 8 * 8)
+    weights = matrix.address + first * matrix.group_bytes
+    r = 0
+    while r < rows:  # a range with a step that is not constant would bring in Numba's code for raising errors
+        call10(
+            matrix.multiply, weights, matrix.group_bytes, last - first, base + (row + r) * size, size,
+            out + r * out_bytes + first * LINE, out_bytes, matrix.num_blocks, add, min(step, rows - r),
+        )  # fmt: skip
+        r += step
+
+
+@compiled
+def matmul(c, op, tid, rows, counter):
+    """The groups of all matrices in one row of work, dealt out in a few pieces a thread."""
+    act = activation_at(c.activations, op.activation)
+    groups = 0
+    for m in range(op.num_matrices):
+        groups += matrix_at(c.matrices, op.matrix + m).num_groups
+    # A piece is at most 256 groups, so that the output head, which is long, ends evenly too.
+    pieces = max(2 * c.num_threads, (groups + 255) // 256)
+    piece = atomic_add(counter, 1)
+    while piece < pieces:
+        low, high, base = piece * groups // pieces, (piece + 1) * groups // pieces, 0
+        for m in range(op.num_matrices):
+            matrix = matrix_at(c.matrices, op.matrix + m)
+            first, last = max(0, low - base), min(matrix.num_groups, high - base)
+            if first < last:
+                multiply(matrix, act, first, last, 0, op.out + matrix.out_offset, op.out_bytes, op.add, rows)
+            base += matrix.num_groups
+        piece = atomic_add(counter, 1)
+
+
+@compiled
+def gated(c, op, tid, rows, counter):
+    act = activation_at(c.activations, op.activation)
+    result = activation_at(c.activations, op.second)
+    gate = matrix_at(c.matrices, op.matrix)
+    up = matrix_at(c.matrices, op.matrix + 1)
+    unit, strip = result.unit, atomic_add(counter, 1)
+    row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
+    while strip < result.num_values // unit:
+        first = strip * unit // 16
+        for r in range(0, rows, GATED_ROWS):
+            count = min(GATED_ROWS, rows - r)
+            # `multiply` adds the group's own offset, which a strip's buffer does not have.
+            start = buffer - first * LINE
+            multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
+            multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
+            for j in range(count):
+                x = buffer + j * row_bytes - strip * unit * 4
+                activate_gated(result, r + j, op.gelu, x, x + 4 * unit, strip)
+        strip = atomic_add(counter, 1)
+
+
+@compiled
+def cached(c, op, r, block, values, head):
+    """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
+    table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
+    size = BLOCK * c.head_dim * 2
+    start = c.kv_memory + int32_at(table + 4 * block) * c.kv_block_bytes + op.kv_offset
+    return start + (values * c.num_kv_heads + head) * size
+
+
+@compiled
+def heads(c, op, tid, rows):
+    dim = c.head_dim
+    total = c.num_heads + 2 * c.num_kv_heads
+    for i in range(tid * rows * total // c.num_threads, (tid + 1) * rows * total // c.num_threads):
+        r, h = i // total, i % total
+        x, position = c.qkv + r * c.qkv_bytes + h * dim * 4, int32_at(c.positions + 4 * r)
+        is_query, is_value = h < c.num_heads, h >= c.num_heads + c.num_kv_heads
+        if op.bias:
+            add_vector(x, op.bias + h * dim * 4, dim)
+        if not is_value:
+            weight = op.q_norm if is_query else op.k_norm
+            if weight:
+                norm_vector(x, weight, c.eps, dim)
+            table = position * op.half * 4
+            if op.neox:
+                rotate_neox(x, op.cos + table, op.sin + table, op.half)
+            else:
+                rotate_pairs(x, op.cos + table, op.sin + table, op.half)
+        slot = position % BLOCK
+        if is_query:
+            scale_vector(x, c.scale, dim)
+        elif is_value:
+            head = h - c.num_heads - c.num_kv_heads
+            store_value(x, cached(c, op, r, position // BLOCK, 1, head) + slot * dim * 2, dim)
+        else:
+            store_key(x, cached(c, op, r, position // BLOCK, 0, h - c.num_heads) + slot * 2, dim)
+
+
+@compiled
+def keep(c, tid):
+    """Move the wanted rows to the front. They ascend, so it is done in place."""
+    if tid == 0:
+        for i in range(c.num_wanted):
+            w = int32_at(c.wanted + 4 * i)
+            copy_bytes(c.x + i * c.x_bytes, c.x + w * c.x_bytes, c.x_bytes)
+            copy_bytes(c.qkv + i * c.qkv_bytes, c.qkv + w * c.qkv_bytes, c.qkv_bytes)
+            put_int32(c.positions + 4 * i, int32_at(c.positions + 4 * w))
+            put_int32(c.table_rows + 4 * i, int32_at(c.table_rows + 4 * w))
+
+
+@compiled
+def first_seen(position, window):
+    return max(0, position + 1 - window) if window else 0
+
+
+@compiled
+def attend_part(c, op, tid, head, r0, r1, part, split):
+    """One softmax part of rows r0..r1 (one conversation) on one KV head.
+
+    The state goes to its slot, or (not split, and not the row's first part) is merged into slot 0 at once: the same
+    formula in the same order either way.
+    """
+    dim, window = c.head_dim, op.window
+    group = c.num_heads // c.num_kv_heads
+    state_bytes = (STATE + dim) * 4
+    weights = c.scratch + tid * c.scratch_bytes
+    wide = weights + 4 * QUERY_TILE * PART
+    spare = wide + 4 * BLOCK * dim
+    queries = spare + QUERY_TILE * state_bytes
+    states = queries + QUERY_TILE * 8
+    slots = c.state_slots if split else 1
+    start = part * PART
+    while r0 < r1 and int32_at(c.positions + 4 * r0) < start:  # rows of one conversation ascend
+        r0 += 1
+    while r0 < r1 and first_seen(int32_at(c.positions + 4 * (r1 - 1)), window) >= start + PART:
+        r1 -= 1
+    n = (r1 - r0) * group
+    if n <= 0:
+        return
+    for i in range(n):
+        r, h = r0 + i // group, head * group + i % group
+        late = not split and first_seen(int32_at(c.positions + 4 * r), window) // PART < part
+        slot = part if split else 0
+        put_int64(queries + 8 * i, c.qkv + r * c.qkv_bytes + h * dim * 4)
+        place = c.states + ((r * c.num_heads + h) * slots + slot) * state_bytes
+        put_int64(states + 8 * i, spare + i * state_bytes if late else place)
+    low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
+    high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
+    blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
+    many = n >= WIDE_QUERIES
+    for b in range(low, blocks):
+        keys = cached(c, op, r0, first + b, 0, head)
+        if many:
+            widen(keys, wide, BLOCK * dim)
+            scores_wide(queries, n, wide, weights + b * BLOCK * 4, dim)
+        else:
+            scores_narrow(queries, n, keys, weights + b * BLOCK * 4, dim)
+    for i in range(n):
+        position = int32_at(c.positions + 4 * (r0 + i // group))
+        seen_from = max(0, first_seen(position, window) - start)
+        seen_to = min(PART, position + 1 - start)
+        softmax(weights + i * PART * 4, seen_from, seen_to, blocks * BLOCK, int64_at(states + 8 * i), dim)
+    for b in range(low, blocks):
+        values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
+        if many:
+            widen(values, wide, BLOCK * dim)
+            weigh_wide(weights + b * BLOCK * 4, n, wide, positions, states, dim)
+        else:
+            weigh_narrow(weights + b * BLOCK * 4, n, values, positions, states, dim)
+    for i in range(n):
+        r, h = r0 + i // group, head * group + i % group
+        place = c.states + ((r * c.num_heads + h) * slots) * state_bytes
+        if not split and int64_at(states + 8 * i) != place:
+            merge_state(place, int64_at(states + 8 * i), dim)
+
+
+@compiled
+def attend(c, op, tid, rows, counter):
+    """Work items: (strip of rows, KV head) and, for few rows, part; the longest first."""
+    split = rows <= SPLIT_ROWS
+    tall = max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
+    longest = 0
+    for r in range(rows):
+        longest = max(longest, int32_at(c.positions + 4 * r))
+    parts = longest // PART + 1
+    share = parts if split else 1
+    items, item = (rows + tall - 1) // tall * c.num_kv_heads * share, atomic_add(counter, 1)
+    while item < items:
+        j = items - 1 - item
+        strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
+        for part in range(j % share, j % share + 1 if split else parts):
+            r, end = strip * tall, min(rows, (strip + 1) * tall)
+            while r < end:
+                last = r + 1
+                table = int32_at(c.table_rows + 4 * r)
+                while last < end and int32_at(c.table_rows + 4 * last) == table:
+                    last += 1
+                attend_part(c, op, tid, head, r, last, part, split)
+                r = last
+        item = atomic_add(counter, 1)
+
+
+@compiled
+def merge(c, op, tid, rows):
+    """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
+    act = activation_at(c.activations, op.activation)
+    dim, split = c.head_dim, rows <= SPLIT_ROWS
+    state_bytes, slots = (STATE + dim) * 4, c.state_slots if split else 1
+    per_row = act.num_values // op.share
+    for i in range(tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads):
+        r, u = i // per_row, i % per_row
+        position, out = int32_at(c.positions + 4 * r), c.attention + r * c.attention_bytes
+        for h in range(u * op.share // dim, (u + 1) * op.share // dim):
+            state = c.states + (r * c.num_heads + h) * slots * state_bytes
+            if split:
+                first = first_seen(position, op.window) // PART
+                state += first * state_bytes
+                for part in range(1, position // PART + 1 - first):
+                    merge_state(state, state + part * state_bytes, dim)
+            finish_state(state, out + h * dim * 4, dim)
+        count = op.share // act.unit
+        activate_plain(act, r, out, u * count, count)
+
+
+# ---------------------------------------------------------------- the step
+@compiled
+def run(c, op, tid, rows, counter):
+    code = op.code
+    if code == Op.EMBED:
+        embed(c, op, tid, rows)
+    elif code == Op.NORM:
+        norm(c, op, tid, rows)
+    elif code == Op.MATMUL:
+        matmul(c, op, tid, rows, counter)
+    elif code == Op.HEADS:
+        heads(c, op, tid, rows)
+    elif code == Op.KEEP:
+        keep(c, tid)
+    elif code == Op.ATTEND:
+        attend(c, op, tid, rows, counter)
+    elif code == Op.MERGE:
+        merge(c, op, tid, rows)
+    elif code == Op.GATED:
+        gated(c, op, tid, rows, counter)
+    elif code == Op.ADD_NORM:
+        add_norm(c, op, tid, rows)
+
+
+@compiled
+def wait_until(address, value):
+    spins = 0
+    while atomic_load(address) < value:
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            let_others_run()
+
+
+@compiled
+def work(c, tid):
+    """One thread's part of one step. The barrier's counter only grows, so nothing has to be reset."""
+    arrived = c.barrier_base
+    for i in range(c.num_operations):
+        op = operation_at(c.operations, i)
+        if op.wanted and c.num_wanted == 0:
+            continue
+        run(c, op, tid, c.num_wanted if op.wanted and op.code != Op.KEEP else c.num_rows, c.counters + i * LINE)
+        arrived += c.num_threads
+        if atomic_add(c.barrier, 1) + 1 < arrived:
+            wait_until(c.barrier, arrived)
+
+
+@compiled
+def step(address, tid, seen):
+    """Thread 0: run one step. Others: steps as they come, `seen` being how many are done, until none comes for a while.
+
+    Returns how many steps are done.
+    """
+    c = context_at(address, 0)
+    if tid == 0:
+        atomic_add(c.generation, 1)
+        work(c, 0)
+        return seen + 1
+    idle = 0
+    while idle < PATIENCE:
+        if atomic_load(c.generation) > seen:
+            work(c, tid)
+            seen += 1
+            idle = 0
+        else:
+            idle += 1
+            pause()
+    return seen
+
+
+STEP = "goinfer_step"
+"""Name of the compiled function: i64 (i64 context, i64 thread, i64 seen)."""
+
+
+def module_text(target: Target) -> str:
+    """IR of the core module: the walk, and the kernels it calls."""
+    kernel_text = emit_module("kernels", kernels(target), target.triple)
+    for name in kernels(target):
+        # Numba links what it compiles at once and must find the names; the real functions are linked in below.
+        llvm.add_symbol(name, 1)
+    step.compile((N, N, N))
+    library = step.overloads[(N, N, N)].library
+    native = step.overloads[(N, N, N)].fndesc.llvm_func_name
+    wrapper = (
+        f'declare i32 @"{native}"(ptr, ptr, i64, i64, i64)\n'
+        f"define i64 @{STEP}(i64 %c, i64 %t, i64 %s) {{\n"
+        "  %r = alloca i64\n  %e = alloca ptr\n"
+        f'  %x = call i32 @"{native}"(ptr %r, ptr %e, i64 %c, i64 %t, i64 %s)\n'
+        "  %done = load i64, ptr %r\n"
+        "  ret i64 %done\n}\n"
+    )
+    module = llvm.parse_assembly(library.get_llvm_str())
+    module.link_in(llvm.parse_assembly(f'target triple = "{module.triple}"\n' + kernel_text))
+    module.link_in(llvm.parse_assembly(f'target triple = "{module.triple}"\n' + wrapper))
+    for function in module.functions:
+        # All but the entry is ours alone: unused parts (Numba's wrapper for Python) are dropped, small ones inlined.
+        if not function.is_declaration and function.name != STEP:
+            function.linkage = "internal"
+    return str(module)

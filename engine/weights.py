@@ -1,0 +1,97 @@
+"""Weights in memory: every matrix of a model laid out for the kernels (`kernels/formats.py`)."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelFileError, OutOfMemoryError
+from engine.gguf_file import GGUFFile
+from engine.kernels.formats import FORMATS, ROWS, WeightFormat, lay_out
+from engine.kernels.matmul import PREFETCH_BYTES
+from engine.quant import dequantize
+
+PAGE = 4096
+
+
+def zeroed(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed private memory [num_bytes] u8 that starts at a page, in large pages where the system has them.
+
+    Raises OutOfMemoryError when the address space cannot be had.
+    """
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1))
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfMemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[:num_bytes]
+
+
+class Matrix:
+    """A weight matrix [num_rows, num_columns]: where its groups lie and in which format."""
+
+    def __init__(self, gguf: GGUFFile, name: str, shape: tuple[int, int]) -> None:
+        """Check the tensor against the shape the architecture asks for. Raises ModelFileError."""
+        info = gguf.tensors.get(name)
+        if info is None:
+            raise ModelFileError(f"{gguf.path.name}: tensor {name} is missing")
+        if info.shape != shape:
+            raise ModelFileError(
+                f"{gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for {shape}"
+            )
+        self.name = name
+        self.fmt: WeightFormat = FORMATS[info.type]
+        self.num_rows, self.num_columns = shape
+        if self.num_columns % self.fmt.span:
+            raise ModelFileError(f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values in blocks")
+        self.num_blocks = self.num_columns // self.fmt.span
+        self.num_groups = -(-self.num_rows // ROWS)
+        self.group_bytes = self.fmt.group_bytes(self.num_blocks)
+        self.offset = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_groups * self.group_bytes
+
+
+def load_matrices(
+    gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
+) -> NDArray[np.uint8]:
+    """One stretch of memory with all matrices laid out, each at its `offset`. Sets the offsets."""
+    total = 0
+    for m in matrices:
+        m.offset = total
+        total += -(-m.num_bytes // PAGE) * PAGE
+    # Kernels prefetch past the last group; the addresses should be ours even so.
+    memory = zeroed(total + 2 * PREFETCH_BYTES)
+    done = 0
+
+    def place(m: Matrix) -> int:
+        raw = gguf.data(m.name).reshape(m.num_rows, -1)
+        out = memory[m.offset : m.offset + m.num_bytes].reshape(m.num_groups, m.group_bytes)
+        # In strips that stay in the cache between being read and being written.
+        strip = max(1, (1 << 20) // m.group_bytes)
+        for g in range(0, m.num_groups, strip):
+            lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
+        return m.num_bytes
+
+    with ThreadPoolExecutor(threads) as pool:
+        for placed in pool.map(place, matrices):
+            done += placed
+            progress("loading weights", done / total)
+    return memory
+
+
+def load_vector(gguf: GGUFFile, name: str, size: int) -> NDArray[np.float32]:
+    """A norm's weights or a bias [size] f32. Raises ModelFileError if it is missing or of another size."""
+    info = gguf.tensors.get(name)
+    if info is None:
+        raise ModelFileError(f"{gguf.path.name}: tensor {name} is missing")
+    if info.shape != (size,):
+        raise ModelFileError(f"{gguf.path.name}: tensor {name} is {info.shape}, and should be ({size},)")
+    return np.ascontiguousarray(dequantize(info.type, gguf.data(name)).reshape(size))
