@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,7 +22,7 @@ from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, parse_bool, resolve
-from goinfer_chat.terminal import Stream, open_closed_descriptors, silence
+from goinfer_chat.terminal import ReaderGoneError, Stream, open_closed_descriptors, silence
 from goinfer_chat.turn import ENGINE_THREAD
 
 Flags = dict[str, Any]
@@ -36,13 +37,10 @@ EPILOG = "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag 
 def main(make_engine: EngineFactory = load_engine) -> NoReturn:
     """Runs the command line of this process and ends it with the exit codes of docs/cli.md."""
     open_closed_descriptors()
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the program
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the program runs
     try:
         code = _run(build_app(make_engine))
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-    except BrokenPipeError:
+    except ReaderGoneError:
         # The reader has what it wanted. Nothing is said, and nothing may complain when Python flushes at exit.
         silence(sys.stdout)
         silence(sys.stderr)
@@ -62,7 +60,7 @@ def _run(app: typer.Typer) -> int:
         return INTERRUPTED
     except typer.TyperException as error:
         return _failed(UsageError(f"{error.format_message().rstrip('.')}; goinfer-chat --help shows the usage"))
-    except BrokenPipeError:
+    except ReaderGoneError:
         raise
     except Exception as error:  # noqa: BLE001 - the last place an error can be shown
         return _failed(error)
@@ -172,6 +170,9 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
 
     def command(**given: Any) -> int:
         flags = {setting.name: given.pop(setting.name) for setting in SETTINGS}
+        for setting in SETTINGS:
+            if setting.repeatable:
+                flags[setting.name] = tuple(chain(*flags[setting.name])) if flags[setting.name] else None
         return function(flags=flags, **given)
 
     parameters = dict(inspect.signature(function, eval_str=True).parameters)

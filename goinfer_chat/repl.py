@@ -8,15 +8,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Attrs
 
@@ -24,7 +26,7 @@ from goinfer_chat.agent import Agent
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.render import View, banner, report_error
 from goinfer_chat.script import Item, Turn, read_item
-from goinfer_chat.terminal import Stream, true_text
+from goinfer_chat.terminal import ReaderGoneError, Stream, true_text
 from goinfer_chat.turn import play_turn
 
 
@@ -47,7 +49,7 @@ def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int
                 return 0
             except _LineCleared:
                 screen.line("Ctrl-D or /quit ends", dim=True)
-            except BrokenPipeError:
+            except ReaderGoneError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried
                 report_error(error, screen)
@@ -72,16 +74,22 @@ class Prompt:
     """The line editor. Called with whether the line belongs to a block, it returns the line; EOFError at Ctrl-D."""
 
     def __init__(self, agent: Agent, screen: Stream) -> None:
-        if not screen.moves:
-            # Also where TERM is not set: prompt_toolkit would take that for a terminal that can do everything.
-            os.environ["TERM"] = "dumb"
-        self._session: PromptSession[str] = PromptSession(
-            output=Screen.on(screen) if screen.moves else None,
-            completer=_Commands(agent),
-            complete_while_typing=False,
-            key_bindings=_keys(),
-            interrupt_exception=_LineCleared,
-        )
+        assert screen.file is not None
+        self._session: PromptSession[str]
+        if screen.moves:
+            self._session = PromptSession(
+                output=Screen.on(screen.file, colour=screen.colour),
+                completer=_Commands(agent),
+                complete_while_typing=False,
+                key_bindings=_keys(),
+                interrupt_exception=_LineCleared,
+            )
+            return
+        # prompt_toolkit has a prompt without cursor movement, but not for a terminal whose TERM is not set, and only
+        # when no output is given; without one it would make one that moves the cursor once.
+        os.environ["TERM"] = "dumb"
+        with create_app_session(output=PlainTextOutput(screen.file)):
+            self._session = PromptSession(interrupt_exception=_LineCleared)
 
     def __call__(self, inside_block: bool) -> str:
         try:
@@ -101,11 +109,10 @@ class Screen(Vt100_Output):
     colour = True
 
     @classmethod
-    def on(cls, stream: Stream) -> Screen:
-        assert stream.file is not None
-        screen = cls.from_pty(stream.file, term=os.environ.get("TERM"))
+    def on(cls, file: TextIO, *, colour: bool) -> Screen:
+        screen = cls.from_pty(file, term=os.environ.get("TERM"))
         assert isinstance(screen, cls)
-        screen.colour = stream.colour
+        screen.colour = colour
         return screen
 
     @property

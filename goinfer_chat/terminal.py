@@ -59,6 +59,10 @@ def true_text(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if not text.isascii() else text
 
 
+class ReaderGoneError(Exception):
+    """Whoever read a stream has closed it: there is nobody left to say anything to."""
+
+
 class Stream:
     """Standard output or standard error, and what it can do.
 
@@ -82,7 +86,7 @@ class Stream:
         return self.file is not None
 
     def write(self, text: str) -> None:
-        """Write sanitized text at once. Raises BrokenPipeError when the reader is gone."""
+        """Write sanitized text at once. Raises ReaderGoneError, as everything here that writes does."""
         if not text:
             return
         self.clear_status()
@@ -121,9 +125,13 @@ class Stream:
             self._emit("\r\x1b[K")
 
     def _emit(self, text: str) -> None:
-        if self.file is not None:
+        if self.file is None:
+            return
+        try:
             self.file.write(text)
             self.file.flush()
+        except BrokenPipeError:
+            raise ReaderGoneError from None
 
 
 def open_closed_descriptors() -> None:

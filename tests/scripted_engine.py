@@ -1,7 +1,8 @@
 """An engine that plays given text pieces: for tests where the model is not the point.
 
 It keeps to the rules of `engine.api.Engine`: errors come before the first event, `Request.cancel` ends a reply at the
-next piece, and the figures are those of a cache that holds everything the conversation had before.
+next piece, a piece that is a stop string ends it too, and the figures are those of a cache that holds everything the
+conversation had before.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class ScriptedEngine:
             yield PrefillProgress(reused + (total - reused) * (chunk + 1) // turn.prefill_chunks, total, reused)
         played, reason, first = 0, "stop", None
         for piece in turn.pieces:
+            if piece in request.stop:
+                break
             time.sleep(turn.delay)
             if request.cancel.is_set() and not turn.deaf:
                 reason = "cancelled"

@@ -1,0 +1,122 @@
+"""A terminal for tests: the program on a pty, what it wrote, and what a person would see of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pexpect
+import pyte
+
+
+class Terminal:
+    """A program on a pty of `columns` x `rows`; pyte draws the screen with all that scrolled away."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        term: str | None = "xterm-256color",
+        columns: int = 80,
+        rows: int = 24,
+    ) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("GOINFER_CHAT_")}
+        environ |= {"PYTHONWARNINGS": "error", **(env or {})}
+        environ.pop("NO_COLOR", None) if env is None or "NO_COLOR" not in env else None
+        environ.pop("TERM", None)
+        if term is not None:
+            environ["TERM"] = term
+        self.raw = ""
+        self._screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self._stream = pyte.Stream(self._screen)
+        self.process = pexpect.spawn(
+            command[0],
+            list(command[1:]),
+            env=environ,
+            dimensions=(rows, columns),
+            encoding="utf-8",
+            codec_errors="replace",
+        )
+        self.process.delaybeforesend = None
+        self.found = termios.tcgetattr(self.process.child_fd)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.close(force=True)
+
+    def send(self, text: str) -> None:
+        self.process.send(text)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.kill(number)
+
+    def read(self, seconds: float = 0.05) -> bool:
+        """Take in what was written; False when the program has closed the terminal."""
+        try:
+            text = self.process.read_nonblocking(65536, timeout=seconds)
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        self.raw += text
+        self._stream.feed(text)
+        return True
+
+    def settle(self, seconds: float) -> None:
+        """Let that time pass, taking in what is written meanwhile."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.read(0.02):
+            pass
+
+    def wait(self, wanted: str | Callable[[], bool], seconds: float = 15.0) -> float:
+        """Until the text is on the screen or in the scrollback, or the condition holds; returns the seconds it took."""
+        started = time.monotonic()
+        holds = wanted if callable(wanted) else lambda: wanted in self.text
+        while not holds():
+            assert time.monotonic() < started + seconds, f"no {wanted!r} within {seconds} s:\n{self.text}"
+            assert self.read() or holds(), f"the program ended without {wanted!r}:\n{self.text}"
+        return time.monotonic() - started
+
+    def wait_for_prompt(self, seconds: float = 15.0) -> float:
+        return self.wait(lambda: self.lines[-1:] == [">"] and self.typing, seconds)
+
+    def wait_for_end(self, seconds: float = 15.0) -> int:
+        """The exit code; 128 + n for an end by signal n."""
+        deadline = time.monotonic() + seconds
+        while self.read():
+            assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.text}"
+        self.process.wait()
+        code, number = self.process.exitstatus, self.process.signalstatus
+        return code if code is not None else 128 + number
+
+    @property
+    def lines(self) -> list[str]:
+        """Scrollback and screen, without trailing blanks."""
+        past = ["".join(row[column].data for column in range(self._screen.columns)) for row in self._screen.history.top]
+        rows = [line.rstrip() for line in [*past, *self._screen.display]]
+        while rows and not rows[-1]:
+            rows.pop()
+        return rows
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def cursor_is_shown(self) -> bool:
+        return not self._screen.cursor.hidden
+
+    @property
+    def typing(self) -> bool:
+        """Whether the program reads keys at its prompt: every signal key is off then."""
+        return not self.attributes[3] & termios.ISIG
+
+    @property
+    def attributes(self) -> list:
+        return termios.tcgetattr(self.process.child_fd)

@@ -1,0 +1,370 @@
+"""The program from outside: streams, exit codes, flags, scripts, closed and broken pipes, poor locales.
+
+The engine is scripted: what a model says is not the point here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import UsageError
+from goinfer_chat.settings import SETTINGS, Settings, resolve
+
+PROGRAM = Path(__file__).parent / "scripted_program.py"
+ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """`program(turns, *arguments, stdin=b"")`: runs it to its end, standard streams in pipes."""
+
+    def run(
+        turns: Sequence[dict[str, Any]], *arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            command(tmp_path, turns, *arguments), input=stdin, capture_output=True, env=environment(env), timeout=30
+        )
+
+    return run
+
+
+def command(tmp_path: Path, turns: Sequence[dict[str, Any]], *arguments: str | bytes) -> list[str | bytes]:
+    script = tmp_path / "turns.json"
+    script.write_text(json.dumps({"turns": turns}), encoding="utf-8")
+    return [sys.executable, str(PROGRAM), str(script), *arguments]
+
+
+def environment(more: dict[str, str] | None = None) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GOINFER_CHAT_")}
+    return kept | {"PYTHONWARNINGS": "error"} | (more or {})
+
+
+HELLO = [{"pieces": ["Hel", "lo"]}]
+
+
+# Streams
+
+
+def test_a_question_puts_only_the_reply_on_standard_output(program) -> None:
+    done = program(HELLO, "run", "hi")
+    assert (done.returncode, done.stdout) == (0, b"Hello\n")
+    assert done.stderr.decode().startswith("prompt 3 (0 reused, 3 prefilled) | TTFT ")
+
+
+def test_nothing_that_is_piped_holds_a_control_sequence(program) -> None:
+    turns = [
+        {"pieces": ["\x1b[31mred\x1b[0m\x07", "\x9b2J \r\nend\b"], "prefill_chunks": 8, "chunk_delay": 0.1},
+        {"notice": "\x1b]0;title\x07", "pieces": ["ok"]},
+    ]
+    done = program(turns, stdin=b"one\ntwo\n/params\n", env={"TERM": "xterm-256color", "FORCE_COLOR": "1"})
+    assert done.stdout.decode() == "[31mred[0m2J \nend\nok\n"
+    assert not set((done.stdout + done.stderr).decode()) & set("\x1b\x07\x08\r\x9b")
+
+
+def test_the_turns_of_a_script_are_one_conversation(program) -> None:
+    turns = [{"pieces": ["first"]}, {"pieces": ["second"]}, {"pieces": ["third\n"]}]
+    done = program(turns, stdin=b'a b c\n\n"""\nd\ne\n"""\n/top-k 3\nf\n')
+    assert (done.returncode, done.stdout) == (0, b"first\nsecond\nthird\n")
+    assert [line.split(" |")[0] for line in done.stderr.decode().splitlines()] == [
+        "prompt 5 (0 reused, 5 prefilled)",
+        "prompt 12 (6 reused, 6 prefilled)",
+        "top-k 3",
+        "prompt 18 (13 reused, 5 prefilled)",
+    ]
+
+
+def test_run_without_a_question_reads_the_script_too_and_a_dash_reads_all_as_one_question(program) -> None:
+    turns = [{"pieces": ["first"]}, {"pieces": ["second"]}]
+    assert program(turns, "run", stdin=b"a\nb\n").stdout == b"first\nsecond\n"
+    assert program(turns, "run", "-", stdin=b"a\n/b\n").stdout == b"first\n"
+    assert program(turns, "run", "/reset is a command, what is /reset?").stdout == b"first\n"
+
+
+def test_quit_ends_a_script(program) -> None:
+    done = program(HELLO, stdin=b"a\n/quit\nb\n")
+    assert (done.returncode, done.stdout) == (0, b"Hello\n")
+
+
+def test_a_turn_is_answered_while_the_script_is_still_being_written(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, HELLO, "--quiet"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    )
+    with process:
+        for _ in range(2):
+            process.stdin.write(b"hi\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"Hello\n"
+        process.stdin.close()
+        assert process.wait(5) == 0
+
+
+def test_quiet_leaves_standard_error_empty(program) -> None:
+    done = program([{"notice": "a fallback", "pieces": ["ok"]}], "--quiet", stdin=b"/params\nhi\n")
+    assert (done.stdout, done.stderr) == (b"ok\n", b"")
+
+
+# JSON
+
+
+def test_json_gives_one_object_a_turn(program) -> None:
+    turns = [{"pieces": ["first"]}, {"pieces": ["sec", "ond"]}]
+    done = program(turns, "--json", "--ids", "--max-tokens", "1", stdin=b"a\n/params\nb\n")
+    first, second = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (first["text"], first["finish_reason"]) == ("first", "stop")
+    assert (second["text"], second["finish_reason"], second["reply_ids"]) == ("sec", "length", [0])
+    assert (second["prompt_tokens"], second["prefill_reused_tokens"]) == (len(second["prompt_ids"]), 4)
+    assert first["acceptance"] is None
+
+
+def test_json_makes_an_error_an_object_and_keeps_the_exit_code(program) -> None:
+    done = program([*HELLO, {"error": "context"}], "--json", "--quiet", stdin=b"a\nb\nc\n")
+    first, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert first["text"] == "Hello"
+    assert (last["error"]["type"], last["error"]["prompt_tokens"]) == ("ContextExceededError", 9000)
+    assert (done.returncode, done.stderr) == (4, b"")
+
+
+@pytest.mark.parametrize("arguments", [["--json", "--no-such-flag"], ["--json", "--top-p", "9"], ["--json", "run", ""]])
+def test_json_makes_wrong_usage_an_object_too(program, arguments: list[str]) -> None:
+    done = program(HELLO, *arguments)
+    assert json.loads(done.stdout)["error"]["exit_code"] == done.returncode == 2
+
+
+# Exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("context", 4, "error: the prompt has 9,000 tokens"),
+        ("template", 1, "error: the template of this model says: roles must alternate"),
+        ("engine", 1, "error: the engine cannot go on"),
+        ("bug", 1, "error: unexpected ZeroDivisionError: a bug (GOINFER_CHAT_DEBUG=1 shows where)"),
+    ],
+)
+def test_the_first_turn_that_fails_ends_the_script_with_one_line(program, error: str, code: int, message: str) -> None:
+    done = program([*HELLO, {"error": error}], "--quiet", stdin=b"a\nb\nc\n")
+    assert (done.returncode, done.stdout) == (code, b"Hello\n")
+    assert done.stderr.decode().startswith(message)
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such-flag"],
+        ["no-such-command"],
+        ["run", "a", "b"],
+        ["run", " "],
+        ["--temperature", "hot", "run", "a"],
+        ["run", "a", "--temperature", "-1"],
+        ["run", "a", "--ctx", "0"],
+        ["run", "a", "--stop", ""],
+        ["run", "a", "--backend", "abacus"],
+        ["run", "a", "--ids"],
+        ["--seed", "1", "models"],
+        ["check", "--perplexity", "no-such-file"],
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(program, arguments: list[str]) -> None:
+    done = program(HELLO, *arguments)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_wrong_command_in_a_script_is_wrong_usage(program) -> None:
+    done = program(HELLO, "--quiet", stdin=b"/temprature 1\na\n")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"did you mean /temperature" in done.stderr
+
+
+def test_a_block_left_open_is_wrong_usage(program) -> None:
+    done = program(HELLO, "--quiet", stdin=b'a\n"""\nb\n')
+    assert (done.returncode, done.stdout) == (2, b"Hello\n")
+    assert b"line 3" in done.stderr
+
+
+def test_a_model_that_is_not_there_is_code_3(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "goinfer_chat", "run", "hi", "--model", "no-such-model"],
+        capture_output=True,
+        env=environment({"HOME": str(tmp_path)}),
+    )
+    assert (done.returncode, done.stdout) == (3, b"")
+    assert b"no-such-model" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_interrupted_is_code_130_and_what_was_said_is_there(tmp_path: Path) -> None:
+    turns = [{"pieces": ["word "] * 200, "delay": 0.05}]
+    for flags, shown in (([], b"word "), (["--json"], b'"finish_reason": "cancelled"')):
+        process = subprocess.Popen(
+            command(tmp_path, turns, "run", "go on", *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(),
+        )
+        with process:
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            interrupted = time.monotonic()
+            output, errors = process.communicate(timeout=10)
+        assert time.monotonic() - interrupted < 1.0
+        assert process.returncode == 130
+        assert shown in output
+        assert b"Traceback" not in errors
+
+
+# Pipes that end
+
+
+def test_no_input_ends_at_once_with_code_0_and_no_model_loaded(tmp_path: Path) -> None:
+    for stdin in (subprocess.DEVNULL, None):
+        started = time.monotonic()
+        # The program's own engine: were it asked for, this would fail for want of a model.
+        done = subprocess.run(
+            ["/bin/sh", "-c", '"$0" -m goinfer_chat --model no-such-model 0<&-', sys.executable]
+            if stdin is None
+            else [sys.executable, "-m", "goinfer_chat", "--model", "no-such-model"],
+            stdin=stdin,
+            capture_output=True,
+            env=environment(),
+        )
+        assert time.monotonic() - started < 1.0
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_ends_the_program_without_a_word(tmp_path: Path, unbuffered: str) -> None:
+    turns = [{"pieces": [f"{number}\n" for number in range(2000)], "delay": 0.01}]
+    process = subprocess.Popen(
+        command(tmp_path, turns, "run", "count"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment({"PYTHONUNBUFFERED": unbuffered}),
+    )
+    with process:
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        closed = time.monotonic()
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 141
+        assert time.monotonic() - closed < 2.0
+
+
+def test_standard_output_that_is_closed_is_an_error(tmp_path: Path) -> None:
+    shell = ["/bin/sh", "-c", '"$@" >&-', "sh", *command(tmp_path, HELLO, "run", "hi")]
+    done = subprocess.run(shell, capture_output=True, env=environment())
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output is closed, so a reply has nowhere to go\n"
+
+
+def test_standard_error_that_is_closed_does_no_harm(tmp_path: Path) -> None:
+    shell = ["/bin/sh", "-c", '"$@" 2>&-', "sh", *command(tmp_path, HELLO, "run", "hi")]
+    done = subprocess.run(shell, capture_output=True, env=environment())
+    assert (done.returncode, done.stdout) == (0, b"Hello\n")
+
+
+# Locales
+
+
+def test_an_ascii_locale_replaces_what_it_cannot_write(tmp_path: Path) -> None:
+    turns = [{"pieces": ["caf\u00e9 \U0001f600"], "notice": "\u2554 box \u2557"}]
+    done = subprocess.run(
+        command(tmp_path, turns, "run", b"caf\xc3\xa9 \xff", "--stop", b"\xc3\xa9"),
+        capture_output=True,
+        env=environment(ASCII_LOCALE),
+    )
+    assert (done.returncode, done.stdout) == (0, b"caf? ?\n")
+    assert b"? box ?" in done.stderr
+
+
+def test_an_ascii_locale_gets_the_true_text_as_json(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, [{"pieces": ["caf\u00e9 \U0001f600"]}], "run", "hi", "--json"),
+        capture_output=True,
+        env=environment(ASCII_LOCALE),
+    )
+    assert json.loads(done.stdout)["text"] == "caf\u00e9 \U0001f600"
+
+
+def test_bytes_that_are_no_utf8_are_answered_too(program) -> None:
+    done = program(HELLO, "--quiet", stdin=bytes(range(0x80, 0x100)) + b"\n", env=ASCII_LOCALE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello\n", b"")
+
+
+# Flags and variables
+
+
+def test_a_flag_counts_before_its_variable_and_a_variable_before_the_default() -> None:
+    environ = {"GOINFER_CHAT_TOP_K": "7", "GOINFER_CHAT_SEED": "", "GOINFER_CHAT_STOP": '["a", "b"]'}
+    assert resolve({}, environ) == Settings().changed({"top_k": 7, "stop": ("a", "b")})
+    assert resolve({"top_k": 3, "seed": None}, environ).sampling.top_k == 3
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
+def test_every_setting_has_a_variable_that_reaches_it(setting) -> None:
+    text = {"backend": "cpu", "json": "on", "ids": "on", "quiet": "on"}.get(setting.flag, "1")
+    values = {"GOINFER_CHAT_JSON": "on", setting.variable: text}
+    assert resolve({}, values).value(setting.name) == setting.parse(text)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(UsageError, match="GOINFER_CHAT_TOP_K: 'many' is not a whole number"):
+        resolve({}, {"GOINFER_CHAT_TOP_K": "many"})
+
+
+def test_flags_before_and_after_the_name_of_a_command_both_count(program) -> None:
+    turns = [{"pieces": ["a", "b", "c"]}]
+    assert program(turns, "--max-tokens", "1", "--quiet", "run", "go").stdout == b"a\n"
+    assert program(turns, "--max-tokens", "1", "--quiet", "run", "go", "--max-tokens", "2").stdout == b"ab\n"
+    assert program(turns, "chat", "--max-tokens", "1", stdin=b"go\n").stdout == b"a\n"
+    done = program(turns, stdin=b"go\n", env={"GOINFER_CHAT_MAX_TOKENS": "1", "GOINFER_CHAT_QUIET": "on"})
+    assert (done.stdout, done.stderr) == (b"a\n", b"")
+
+
+def test_stop_can_be_given_several_times(program) -> None:
+    turns = [{"pieces": ["a", "b", "c", "d"]}]
+    assert program(turns, "run", "hi", "--quiet", "--stop", "x", "--stop", "c").stdout == b"ab\n"
+    assert program(turns, "run", "hi", "--quiet", "--stop", '["b", "c"]').stdout == b"a\n"
+
+
+# Help
+
+
+def test_help_imports_nothing_heavy_and_answers_at_once() -> None:
+    probe = (
+        "import sys; sys.argv = ['goinfer-chat', *sys.argv[1:]]\n"
+        "from goinfer_chat.cli import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'numba', 'numpy', 'huggingface_hub', 'prompt_toolkit'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["run", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, env=environment())
+        assert done.returncode == 0
+        assert done.stdout.decode().splitlines()[-1] == "[]"
+    fastest = min(_seconds([sys.executable, "-m", "goinfer_chat", "--help"]) for _ in range(3))
+    assert fastest < 0.5
+
+
+def _seconds(arguments: list[str]) -> float:
+    started = time.monotonic()
+    subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True, env=environment())
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("name", [[], ["chat"], ["run"]])
+def test_help_lists_every_flag(program, name: list[str]) -> None:
+    shown = program(HELLO, *name, "--help").stdout.decode()
+    assert all(f"--{setting.flag} " in shown for setting in SETTINGS)

@@ -1,0 +1,169 @@
+"""Slash commands: each changes what it says, and a wrong one changes nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from scripted_engine import ScriptedEngine, ScriptedTurn
+
+from engine.api import Finished, Message
+from engine.errors import TemplateError, UsageError
+from goinfer_chat.agent import Agent
+from goinfer_chat.commands import COMMANDS
+from goinfer_chat.script import CommandLine
+from goinfer_chat.settings import SETTINGS, Settings
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine([ScriptedTurn(pieces=["Hel", "lo"])])
+
+
+@pytest.fixture
+def agent(engine: ScriptedEngine) -> Agent:
+    return Agent(engine, Settings())
+
+
+def run(agent: Agent, line: str) -> str:
+    name, _, argument = line.partition(" ")
+    return COMMANDS.run(agent, CommandLine(name, argument)).text
+
+
+def ask(agent: Agent, text: str) -> None:
+    for _ in agent.ask(text, threading.Event()):
+        pass
+
+
+def test_the_next_request_holds_the_conversation_with_the_ids_of_each_reply(
+    agent: Agent, engine: ScriptedEngine
+) -> None:
+    ask(agent, "first")
+    run(agent, "system Be brief.")
+    ask(agent, "second")
+    assert engine.requests[1].messages == (
+        Message(role="system", content="Be brief."),
+        Message(role="user", content="first"),
+        Message(role="assistant", content="Hello", ids=(0, 1)),
+        Message(role="user", content="second"),
+    )
+
+
+def test_a_turn_that_fails_is_not_kept() -> None:
+    engine = ScriptedEngine([ScriptedTurn(error="template"), ScriptedTurn(pieces=["ok"])])
+    agent = Agent(engine, Settings())
+    with pytest.raises(TemplateError):
+        ask(agent, "refused")
+    ask(agent, "taken")
+    assert [message.content for message in engine.requests[1].messages] == ["taken"]
+
+
+def test_a_turn_stopped_before_its_first_token_is_not_kept(agent: Agent, engine: ScriptedEngine) -> None:
+    stopped = threading.Event()
+    stopped.set()
+    *_, last = agent.ask("never answered", stopped)
+    assert isinstance(last, Finished)
+    assert last.reply.finish_reason == "cancelled"
+    assert agent.conversation.messages == []
+
+
+def test_a_turn_stopped_in_the_middle_keeps_what_was_said(agent: Agent) -> None:
+    cancel = threading.Event()
+    for event in agent.ask("go on", cancel):
+        if getattr(event, "text", "") == "Hel":
+            cancel.set()
+    assert [(message.content, message.ids) for message in agent.conversation.messages] == [
+        ("go on", None),
+        ("Hel", (0,)),
+    ]
+
+
+def test_reset_forgets_the_words_and_the_cache_but_not_the_system_prompt(agent: Agent, engine: ScriptedEngine) -> None:
+    run(agent, "system Be brief.")
+    ask(agent, "first")
+    run(agent, "reset")
+    ask(agent, "second")
+    assert [message.content for message in engine.requests[1].messages] == ["Be brief.", "second"]
+    assert engine.forgotten == ["default"]
+
+
+def test_the_system_prompt_can_be_shown_and_taken_away(agent: Agent, engine: ScriptedEngine) -> None:
+    assert run(agent, "system") == "There is no system prompt."
+    assert run(agent, "system Be brief.") == run(agent, "system") == "System prompt: Be brief."
+    assert run(agent, "system none") == "There is no system prompt."
+    ask(agent, "first")
+    assert [message.role for message in engine.requests[0].messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("temperature 0.2", "temperature", 0.2),
+        ("top-k 5", "top_k", 5),
+        ("top-p 0.5", "top_p", 0.5),
+        ("min-p 0.1", "min_p", 0.1),
+        ("repeat-penalty 1.1", "repeat_penalty", 1.1),
+        ("presence-penalty 0.3", "presence_penalty", 0.3),
+        ("frequency-penalty 0.3", "frequency_penalty", 0.3),
+        ("penalty-window 8", "penalty_window", 8),
+        ("seed 42", "seed", 42),
+        ("max-tokens 3", "max_tokens", 3),
+        ("stop ###", "stop", ("###",)),
+        (r'stop ["a", "\n"]', "stop", ("a", "\n")),
+    ],
+)
+def test_every_sampling_value_has_a_command_that_reaches_the_request(
+    agent: Agent, engine: ScriptedEngine, line: str, name: str, value: object
+) -> None:
+    run(agent, line)
+    ask(agent, "go")
+    request = engine.requests[0]
+    assert (getattr(request, name) if hasattr(request, name) else getattr(request.sampling, name)) == value
+
+
+def test_settings_that_can_be_none_go_back_to_none(agent: Agent) -> None:
+    for line in ("seed 42", "max-tokens 3", "stop x", "seed none", "max-tokens none", "stop none"):
+        run(agent, line)
+    assert agent.settings == Settings()
+
+
+@pytest.mark.parametrize(
+    "line", ["temperature hot", "temperature -1", "top-p 0", "max-tokens 0", "top-k 1.5", "seed -3"]
+)
+def test_a_value_that_cannot_be_obeyed_changes_nothing(agent: Agent, line: str) -> None:
+    with pytest.raises(UsageError):
+        run(agent, line)
+    assert agent.settings == Settings()
+
+
+def test_params_shows_every_setting_with_its_value(agent: Agent) -> None:
+    run(agent, "temperature 0.25")
+    shown = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in run(agent, "params").splitlines()}
+    assert {setting.flag for setting in SETTINGS if setting.in_chat} <= shown.keys()
+    assert shown["temperature"] == "0.25"
+    assert shown["context"] == "0 of 8,192 tokens used"
+
+
+def test_help_names_every_command_and_explains_one(agent: Agent) -> None:
+    lines = run(agent, "help").splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [f"/{command.name}" for command in COMMANDS.commands]
+    assert run(agent, "help /top-k") == run(agent, "help top-k")
+    assert "Keep the k most likely" in run(agent, "help top-k")
+
+
+def test_a_near_miss_is_suggested(agent: Agent) -> None:
+    with pytest.raises(UsageError, match="no command /temprature; did you mean /temperature"):
+        run(agent, "temprature 1")
+    with pytest.raises(UsageError, match="/help lists the commands"):
+        run(agent, "xyzzy")
+
+
+def test_a_command_without_arguments_refuses_one(agent: Agent) -> None:
+    with pytest.raises(UsageError, match="/reset takes no argument"):
+        run(agent, "reset everything")
+
+
+def test_completion_offers_names_then_arguments(agent: Agent) -> None:
+    assert [text for text, _ in COMMANDS.completions(agent, "/top")] == ["/top-k", "/top-p"]
+    assert [text for text, _ in COMMANDS.completions(agent, "/help res")] == ["reset"]
+    assert COMMANDS.completions(agent, "hello /top") == COMMANDS.completions(agent, "//top") == []
