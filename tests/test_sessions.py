@@ -85,6 +85,17 @@ def test_a_conversation_that_another_knows_better_continues_from_a_fork_of_it() 
     assert turn(sessions, "a", [*SYSTEM, *range(100), 6]) == 1
 
 
+def test_what_a_conversation_has_itself_is_never_copied_from_another() -> None:
+    pool = KVPool(BLOCK_SIZE * 8, 8)
+    sessions = Sessions(pool, 4)
+    turn(sessions, "a", [1] * 30)
+    turn(sessions, "b", [1] * 30)
+    before = (sessions.begin("b", [1] * 30).blocks, pool.num_free)
+    sessions.end("b")
+    assert pool.num_holders(before[0][0]) == 1
+    assert pool.num_free == before[1] == 6
+
+
 def test_the_last_prompt_token_is_always_evaluated() -> None:
     sessions = make()
     prompt = list(range(1000))
