@@ -18,9 +18,11 @@ def load_engine(settings: Settings, side: Stream) -> Engine:
 
     from engine import load
 
-    side.status("loading the model")
+    def progress(what: str, share: float) -> None:
+        side.status(f"{what} ({share:.0%})")
+
     try:
-        return load(path, context_size=settings.context_size, threads=settings.threads, progress=side.status)
+        return load(path, context_size=settings.context_size, threads=settings.threads, progress=progress)
     finally:
         side.clear_status()
 

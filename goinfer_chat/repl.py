@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, TextIO
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import create_app_session
+from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.application.current import get_app_or_none
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
@@ -39,12 +41,14 @@ def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int
         for line in banner(agent.engine.info):
             screen.line(line, dim=True)
     prompt = Prompt(agent, screen)
-    with _ending_on_signals():
-        while True:
+    with _ending_on_signals() as ending:
+        while ending.exit_code is None:
             try:
                 item = read_item(prompt)
                 if item is not None and not _run_item(agent, item, screen, make_view):
                     return 0
+            except _Ended:
+                break
             except EOFError:
                 return 0
             except _LineCleared:
@@ -53,6 +57,7 @@ def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried
                 report_error(error, screen)
+        return ending.exit_code or 0
 
 
 def _run_item(agent: Agent, item: Item, screen: Stream, make_view: Callable[[], View]) -> bool:
@@ -153,20 +158,42 @@ def _keys() -> KeyBindings:
     return keys
 
 
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the program, so that the terminal is restored; SIGINT between turns does nothing."""
+class _Ended(Exception):  # noqa: N818 - not an error
+    """A signal ended the prompt."""
 
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
+
+@dataclass
+class _Ending:
+    exit_code: int | None = None
+    """Set once a signal asked for the end."""
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self.exit_code = 128 + number
+        app = get_app_or_none()
+        if app is None or not app.is_running:
+            sys.exit(self.exit_code)
+        # An exception in the middle of prompt_toolkit would leave the paste mode on: it ends by its own road.
+        if app.loop is not None and not app.is_done:
+            app.loop.call_soon_threadsafe(_end_prompt, app)
+
+
+def _end_prompt(app: Application[Any]) -> None:
+    if app.is_running and not app.is_done:
+        app.exit(exception=_Ended())
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[_Ending]:
+    """SIGTERM and SIGHUP unwind the program, so that the terminal is restored; SIGINT between turns does nothing."""
+    ending = _Ending()
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
         pass
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, ending) for number in (signal.SIGTERM, signal.SIGHUP)}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
     try:
-        yield
+        yield ending
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
