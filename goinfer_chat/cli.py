@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any, NoReturn
 
@@ -22,14 +23,11 @@ from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, parse_bool, resolve
-from goinfer_chat.terminal import ReaderGoneError, Stream, open_closed_descriptors, silence
+from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
 from goinfer_chat.turn import ENGINE_THREAD
 
 Flags = dict[str, Any]
 """Values by setting name; None where a flag was not given."""
-
-SIGPIPE_EXIT = 141
-"""What a shell reports for a program that SIGPIPE ended."""
 
 EPILOG = "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag counts first."
 
@@ -38,13 +36,7 @@ def main(make_engine: EngineFactory = load_engine) -> NoReturn:
     """Runs the command line of this process and ends it with the exit codes of docs/cli.md."""
     open_closed_descriptors()
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the program runs
-    try:
-        code = _run(build_app(make_engine))
-    except ReaderGoneError:
-        # The reader has what it wanted. Nothing is said, and nothing may complain when Python flushes at exit.
-        silence(sys.stdout)
-        silence(sys.stderr)
-        code = SIGPIPE_EXIT
+    code = _run(build_app(make_engine))
     if any(thread.name == ENGINE_THREAD and thread.is_alive() for thread in threading.enumerate()):
         # It would run into memory that Python takes down at exit.
         os._exit(code)
@@ -60,18 +52,21 @@ def _run(app: typer.Typer) -> int:
         return INTERRUPTED
     except typer.TyperException as error:
         return _failed(UsageError(f"{error.format_message().rstrip('.')}; goinfer-chat --help shows the usage"))
-    except ReaderGoneError:
-        raise
+    except SystemExit as error:
+        # Typer ends so when the reader of a help text is gone; other codes come from signals.
+        return ReaderGoneError.exit_code if error.code == 1 else int(error.code or 0)
     except Exception as error:  # noqa: BLE001 - the last place an error can be shown
         return _failed(error)
 
 
 def _failed(error: Exception) -> int:
     """Shows an error where its reader looks: as JSON among the replies, else on standard error."""
-    if wants_json(sys.argv[1:], os.environ):
-        Stream(sys.stdout).write(to_json(error_object(error)))
-    else:
-        report_error(error, Stream(sys.stderr))
+    as_json = wants_json(sys.argv[1:], os.environ) and not isinstance(error, OutputError)
+    with suppress(OutputError):
+        if as_json:
+            Stream(sys.stdout).write(to_json(error_object(error)))
+        elif not isinstance(error, ReaderGoneError):
+            report_error(error, Stream(sys.stderr))
     return exit_code(error)
 
 

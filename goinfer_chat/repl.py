@@ -28,7 +28,7 @@ from goinfer_chat.agent import Agent
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.render import View, banner, report_error
 from goinfer_chat.script import Item, Turn, read_item
-from goinfer_chat.terminal import ReaderGoneError, Stream, true_text
+from goinfer_chat.terminal import OutputError, Stream, true_text
 from goinfer_chat.turn import play_turn
 
 
@@ -53,7 +53,7 @@ def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int
                 return 0
             except _LineCleared:
                 screen.line("Ctrl-D or /quit ends", dim=True)
-            except ReaderGoneError:
+            except OutputError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried
                 report_error(error, screen)

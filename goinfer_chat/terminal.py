@@ -11,9 +11,11 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, MappingProxyType
 from typing import Final, TextIO
+
+from engine.errors import GoinferError
 
 _KEPT = "\n\t"
 _C0 = [*range(0x20), 0x7F]
@@ -59,8 +61,14 @@ def true_text(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if not text.isascii() else text
 
 
-class ReaderGoneError(Exception):
-    """Whoever read a stream has closed it: there is nobody left to say anything to."""
+class OutputError(GoinferError):
+    """A stream that cannot be written to."""
+
+
+class ReaderGoneError(OutputError):
+    """Whoever read a stream has closed it: there is nobody left to say anything to. The code is that of SIGPIPE."""
+
+    exit_code = 141
 
 
 class Stream:
@@ -86,7 +94,7 @@ class Stream:
         return self.file is not None
 
     def write(self, text: str) -> None:
-        """Write sanitized text at once. Raises ReaderGoneError, as everything here that writes does."""
+        """Write sanitized text at once. Raises OutputError, as everything here that writes does."""
         if not text:
             return
         self.clear_status()
@@ -130,8 +138,11 @@ class Stream:
         try:
             self.file.write(text)
             self.file.flush()
-        except BrokenPipeError:
-            raise ReaderGoneError from None
+        except OSError as error:
+            _drop_buffer(self.file)
+            if isinstance(error, BrokenPipeError):
+                raise ReaderGoneError("the reader has gone") from None
+            raise OutputError(f"the output cannot be written: {error.strerror}") from None
 
 
 def open_closed_descriptors() -> None:
@@ -146,9 +157,9 @@ def open_closed_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def silence(file: TextIO | None) -> None:
-    """Send what is still in the buffer of a broken pipe to the null device, so that nothing complains at exit."""
-    if file is not None:
+def _drop_buffer(file: TextIO) -> None:
+    """Let what could not be written go to the null device, or Python would try it again at exit and complain."""
+    with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, file.fileno())
         os.close(null)

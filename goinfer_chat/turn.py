@@ -25,7 +25,7 @@ def play_turn(agent: Agent, text: str, view: View) -> Reply:
     """Show the reply to `text`. Ctrl-C stops it and keeps what was said: see `finish_reason`.
 
     Raises what Agent.ask raises; KeyboardInterrupt when Ctrl-C comes again PATIENCE_SECONDS after the first and
-    the engine still has not stopped; ReaderGoneError when the reader of a stream is gone.
+    the engine still has not stopped; OutputError when a stream cannot be written to.
     """
     cancel = threading.Event()
     reply: Reply | None = None

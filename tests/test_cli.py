@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny_model
 
 from engine.errors import UsageError
 from goinfer_chat.settings import SETTINGS, Settings, resolve
@@ -263,6 +264,24 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word(tmp_path: Path,
         assert time.monotonic() - closed < 2.0
 
 
+def test_a_help_text_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command(tmp_path, HELLO, "--help"), stdout=write, stderr=subprocess.PIPE, env=environment())
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line_and_code_1(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command(tmp_path, HELLO, "run", "hi"), stdout=full, stderr=subprocess.PIPE, env=environment()
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"error: the output cannot be written: No space left on device\n"
+
+
 def test_standard_output_that_is_closed_is_an_error(tmp_path: Path) -> None:
     shell = ["/bin/sh", "-c", '"$@" >&-', "sh", *command(tmp_path, HELLO, "run", "hi")]
     done = subprocess.run(shell, capture_output=True, env=environment())
@@ -338,6 +357,28 @@ def test_stop_can_be_given_several_times(program) -> None:
     turns = [{"pieces": ["a", "b", "c", "d"]}]
     assert program(turns, "run", "hi", "--quiet", "--stop", "x", "--stop", "c").stdout == b"ab\n"
     assert program(turns, "run", "hi", "--quiet", "--stop", '["b", "c"]').stdout == b"a\n"
+
+
+# Models
+
+
+def test_models_lists_the_catalogue_and_where_each_is(program, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.gguf").write_bytes(b"GGUF")
+    lines = program(HELLO, "models", env={"GOINFER_CHAT_MODELS": str(tmp_path / "models")}).stdout.decode().splitlines()
+    assert lines[0].split() == ["name", "size", "where", "licence", "what", "it", "is"]
+    assert lines[1].startswith("smollm2-135m        98.4 MB   can be pulled  Apache-2.0    ")
+    assert lines[-1].startswith("mine ")
+    assert "here" in lines[-1]
+
+
+def test_pull_puts_a_file_into_the_folder_and_prints_where(program, tmp_path: Path) -> None:
+    env = {"GOINFER_CHAT_MODELS": str(tmp_path / "models")}
+    model = write_tiny_model(tmp_path / "tiny.gguf")
+    done = program(HELLO, "pull", str(model), env=env)
+    assert (done.returncode, done.stdout.decode().strip()) == (0, str(tmp_path / "models" / "tiny.gguf"))
+    assert (tmp_path / "models" / "tiny.gguf").read_bytes() == model.read_bytes()
+    assert program(HELLO, "pull", "no-such-model", env=env).returncode == 3
 
 
 # Help
