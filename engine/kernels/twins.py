@@ -1,0 +1,285 @@
+"""What every kernel computes, in plain NumPy: the definition that compiled code is held to, bit for bit.
+
+Each function says in f32, operation by operation and in the same order, what a kernel of `matmul.py`, `rows.py` or
+`attention.py` does; where a kernel has one rounding (`fma32`), so has the twin. What a kernel may choose freely does
+not show here: tiles, lanes that are summed as integers, the layout in memory, how work is split. Weights come as the
+file's own blocks. Nothing at run time uses this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kernels.attention import PART
+from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
+from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR
+from engine.quant import TensorType, block_shape, dequantize, unpack
+
+Floats = NDArray[np.float32]
+Operand = Floats | np.float32
+Halves = NDArray[np.float16]
+Ints = NDArray[np.integer[Any]]
+
+
+# ---------------------------------------------------------------- arithmetic
+@np.errstate(over="ignore", invalid="ignore")
+def fma32(x: Operand, y: Operand, z: Operand) -> Floats:
+    """x * y + z of f32 arrays whose shapes broadcast, rounded once.
+
+    The product of two f32 is exact in f64, the sum need not be. Rounded to f64 and then to f32 it would be rounded
+    twice; but if the first rounding is to odd (an inexact sum gets an odd last bit, so that it never looks like a
+    tie), the second gives what one rounding gives (Boldo and Melquiond 2008).
+    """
+    product, addend = np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)
+    total = np.asarray(product + addend)
+    # What the sum lost is itself an f64 (two-sum, Knuth 1969).
+    added = total - product
+    lost = (product - (total - added)) + (addend - added)
+    bits = total.view(np.int64)
+    to_odd = np.isfinite(lost) & (lost != 0) & (bits & 1 == 0)
+    away_from_zero = (lost > 0) == (total > 0)
+    bits = bits + np.where(to_odd, np.where(away_from_zero, 1, -1), 0)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def larger(x: Floats, y: Floats) -> Floats:
+    """x where x > y, else y."""
+    return np.where(x > y, x, y)
+
+
+def tree(x: Floats, combine: Callable[[Floats, Floats], Floats]) -> Floats:
+    """Reduce 16 lanes [..., 16] in one fixed shape: halves onto each other, 8, 4, 2, 1."""
+    half = LANES // 2
+    while half:
+        x = combine(x[..., :half], x[..., half : 2 * half])
+        half //= 2
+    return x[..., 0]
+
+
+def exp(x: Floats) -> Floats:
+    """e**x, clamped to -87..88: x = n ln 2 + r, a polynomial in r, times 2**n by adding n to the exponent."""
+    f32 = np.float32
+    x = np.where(x < f32(-87), f32(-87), x)
+    x = np.where(x > f32(88), f32(88), x)
+    n = np.rint(x * f32(EXP_LOG2E))
+    r = fma32(n, f32(EXP_LN2_LOW), fma32(n, f32(EXP_LN2_HIGH), x))
+    p = np.full_like(r, EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        p = fma32(p, r, f32(coefficient))
+    scaled: NDArray[np.int32] = p.view(np.int32) + (n.astype(np.int32) << np.int32(23))
+    return scaled.view(np.float32)
+
+
+# ---------------------------------------------------------------- quantized activations and matrix products
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Rows of K activations in blocks of `span` that share a scale."""
+
+    q: NDArray[np.int8]
+    """[..., K]: -127..127."""
+    scales: Floats
+    """[..., K / span]."""
+
+    @property
+    def span(self) -> int:
+        return int(self.q.shape[-1] // self.scales.shape[-1])
+
+    def sums(self, run: int) -> NDArray[np.int32]:
+        """Sums of `run` neighbours: int32 [..., K / run]."""
+        sums: NDArray[np.int32] = self.q.reshape(*self.q.shape[:-1], -1, run).sum(axis=-1, dtype=np.int32)
+        return sums
+
+
+def quantize(x: Floats, span: int) -> Activations:
+    """Symmetric int8 of x [..., K]: scale = max |x| / 127 in each block, rounded half to even (`rows.activate`)."""
+    blocks = x.reshape(*x.shape[:-1], -1, span)
+    top = np.abs(blocks).max(axis=-1)
+    empty = top == 0
+    factor = np.where(empty, np.float32(0), np.float32(127) / np.where(empty, np.float32(1), top))
+    q = np.rint(blocks * factor[..., None]).astype(np.int8)
+    return Activations(q.reshape(x.shape), top / np.float32(127))
+
+
+def activation_span(type: TensorType) -> int:
+    """Activations that are quantized together for weights of this type; 1: they stay f32."""
+    return block_shape(type)[0]
+
+
+def matmul(type: TensorType, raw: NDArray[np.uint8], x: Floats) -> Floats:
+    """[T, N] f32 = x [T, K] f32, quantized as `quantize` does, times the rows of raw [N, row bytes] (`matmul.matmul`).
+
+    Block by block in ascending order; inside a block everything is an exact integer.
+    """
+    span = activation_span(type)
+    if span == 1:
+        return _matmul_floats(dequantize(type, raw), x)
+    activations, parts = quantize(x, span), unpack(type, raw)
+    run = span // parts.scales.shape[-1]
+    weights = parts.q * np.repeat(parts.scales, run, axis=-1).astype(np.float64)  # [N, blocks, span], integers
+    values = activations.q.reshape(len(x), -1, span).astype(np.float64)
+    sums = activations.sums(run).reshape(len(x), -1, span // run).astype(np.float64)
+    total = np.zeros((len(x), len(raw)), np.float32)
+    for block, scale in enumerate(activations.scales.T[..., None]):
+        d, m = parts.d[:, block], None if parts.m is None else parts.m[:, block]
+        # f64 holds these integers (below 2**31) exactly, in whatever order they are added.
+        value = d * (values[:, block] @ weights[:, block].T).astype(np.float32)
+        if m is not None and parts.mins is not None:
+            value = value - m * (sums[:, block] @ parts.mins[:, block].T.astype(np.float64)).astype(np.float32)
+        total = fma32(value, scale, total)
+        if m is not None and parts.mins is None:
+            total = fma32(m, scale * sums[:, block].astype(np.float32), total)
+    return total
+
+
+def _matmul_floats(weights: Floats, x: Floats) -> Floats:
+    """Even and odd k are summed apart in ascending order, then together."""
+    halves = [np.zeros((len(x), len(weights)), np.float32) for _ in range(2)]
+    for k in range(x.shape[-1]):
+        halves[k % 2] = fma32(weights[:, k], x[:, k, None], halves[k % 2])
+    return halves[0] + halves[1]
+
+
+def dequantize_row(type: TensorType, raw: NDArray[np.uint8]) -> Floats:
+    """[..., K] f32 of raw [..., row bytes] (`matmul.dequantize_row`)."""
+    return dequantize(type, raw)
+
+
+# ---------------------------------------------------------------- rows
+def inverse_rms(x: Floats, eps: float) -> Floats:
+    """[...] f32 = 1 / sqrt(mean(x^2) + eps) for x [..., n]: vector i of 16 goes to sum i mod 4, ascending."""
+    n = x.shape[-1]
+    vectors = np.zeros((*x.shape[:-1], -(-n // 64) * 64), np.float32)  # what is missing adds nothing
+    vectors[..., :n] = x
+    vectors = vectors.reshape(*x.shape[:-1], -1, 4, LANES)
+    sums = np.zeros((*x.shape[:-1], 4, LANES), np.float32)
+    for i in range(vectors.shape[-3]):
+        sums = fma32(vectors[..., i, :, :], vectors[..., i, :, :], sums)
+    s = [sums[..., i, :] for i in range(4)]
+    mean = tree((s[0] + s[1]) + (s[2] + s[3]), np.add) / np.float32(n)
+    inverse: Floats = np.float32(1) / np.sqrt(mean + np.float32(eps))
+    return inverse
+
+
+def normed(x: Floats, weight: Floats, eps: float) -> Floats:
+    """x / rms(x) * weight for x [..., n]."""
+    return x * inverse_rms(x, eps)[..., None] * weight
+
+
+def silu(gate: Floats, up: Floats) -> Floats:
+    """gate / (1 + exp(-gate)) * up."""
+    return gate / (np.float32(1) + exp(-gate)) * up
+
+
+def gelu(gate: Floats, up: Floats) -> Floats:
+    """gate / (1 + exp(-z)) * up with z = gate (linear + cubic gate^2)."""
+    z = gate * fma32(gate * gate, np.float32(GELU_CUBIC), np.float32(GELU_LINEAR))
+    return gate / (np.float32(1) + exp(-z)) * up
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats, neox: bool) -> Floats:
+    """The first 2 * half of x [..., D], in pairs (d, d + half) if neox, else (2 d, 2 d + 1); cos, sin [..., half]."""
+    half = cos.shape[-1]
+    first, second = (slice(half), slice(half, 2 * half)) if neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    u, v = x[..., first], x[..., second]
+    out = x.copy()
+    out[..., first], out[..., second] = u * cos - v * sin, u * sin + v * cos
+    return out
+
+
+@np.errstate(over="ignore")
+def to_half(x: Floats) -> Halves:
+    """K and V as they are stored: f16, rounded half to even (`rows.store_key`, `rows.store_value`)."""
+    return x.astype(np.float16)
+
+
+# ---------------------------------------------------------------- attention
+@dataclass(frozen=True, slots=True)
+class State:
+    """An unfinished softmax-weighted sum over some positions."""
+
+    peak: Floats
+    """[...]: the largest score."""
+    total: Floats
+    """[...]: the sum of the weights e**(score - peak)."""
+    values: Floats
+    """[..., D]: the weighted values."""
+
+
+def scores(q: Floats, keys: Floats | Halves) -> Floats:
+    """[..., S] f32 = q [..., D] . keys [..., S, D], summed over D in ascending order."""
+    keys = keys.astype(np.float32)
+    out = np.zeros(np.broadcast_shapes(q.shape[:-1], keys.shape[:-2]) + keys.shape[-2:-1], np.float32)
+    for d in range(q.shape[-1]):
+        out = fma32(q[..., d, None], keys[..., d], out)
+    return out
+
+
+def softmax(x: Floats, low: Ints | int, high: Ints | int) -> tuple[Floats, Floats, Floats]:
+    """(weights [..., S], peak [...], total [...]) of scores x [..., S] of which low..high are seen; S % 16 == 0.
+
+    Lane i takes positions i, i + 16 and so on; the lanes are reduced by `tree`. Weights of what is not seen are 0.
+    """
+    num_vectors, position = x.shape[-1] // LANES, np.arange(x.shape[-1])
+    seen = (position >= np.asarray(low)[..., None]) & (position < np.asarray(high)[..., None])
+    lanes = np.where(seen, x, -np.float32(np.inf)).reshape(*x.shape[:-1], -1, LANES)
+    peak = np.full_like(lanes[..., 0, :], -np.inf)
+    for i in range(num_vectors):
+        peak = larger(lanes[..., i, :], peak)
+    top = tree(peak, larger)
+    weights = np.where(seen, exp(x - top[..., None]), np.float32(0))
+    lanes = weights.reshape(lanes.shape)
+    total = np.zeros_like(peak)
+    for i in range(num_vectors):
+        total = total + lanes[..., i, :]
+    return weights, top, tree(total, np.add)
+
+
+def weigh(weights: Floats, values: Floats | Halves, start: Floats) -> Floats:
+    """[..., D] f32 = start + weights [..., S] . values [..., S, D], position by position in ascending order."""
+    for s in range(weights.shape[-1]):
+        start = fma32(weights[..., s, None], values[..., s, :].astype(np.float32), start)
+    return start
+
+
+def merge(state: State, part: State) -> State:
+    """Both states' positions in one state (online softmax, Milakov and Gimelshein 2018)."""
+    peak = larger(state.peak, part.peak)
+    keep, take = exp(state.peak - peak), exp(part.peak - peak)
+    total = fma32(take, part.total, keep * state.total)
+    values = fma32(take[..., None], part.values, keep[..., None] * state.values)
+    return State(peak, total, values)
+
+
+def finish(state: State) -> Floats:
+    """[..., D] f32: the weighted values divided by the sum of the weights."""
+    return state.values / state.total[..., None]
+
+
+def attention(q: Floats, keys: Halves, values: Halves, positions: Ints, window: int = 0) -> Floats:
+    """[T, H, D] f32 of q [T, H, D] at `positions` [T] against keys and values [S, G, D] (`walk.attend`, `walk.merge`).
+
+    A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Softmax
+    runs in parts cut at multiples of 512 positions, merged in ascending order.
+    """
+    T, H, _ = q.shape
+    first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
+    k, v = (np.repeat(x, H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values))  # [H, S, D]
+    # Merging a part into the empty state leaves the part as it is: exp(0) is 1, and the rest is multiplied by 0.
+    state = State(np.full((T, H), -np.inf, np.float32), np.zeros((T, H), np.float32), np.zeros_like(q))
+    for start in range(0, len(keys), PART):
+        end = min(start + PART, len(keys))
+        some = np.nonzero((first < end) & (positions >= start))[0]
+        low = np.maximum(0, first[some] - start)[:, None]
+        high = np.minimum(PART, positions[some] + 1 - start)[:, None]
+        padding = -(end - start) % LANES
+        x = np.pad(scores(q[some], k[:, start:end]), [(0, 0), (0, 0), (0, padding)])
+        weights, peak, total = softmax(x, low, high)
+        part = State(peak, total, weigh(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
+        merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)
+        state.peak[some], state.total[some], state.values[some] = merged.peak, merged.total, merged.values
+    return finish(state)

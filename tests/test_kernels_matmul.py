@@ -1,0 +1,183 @@
+"""Matrix products against their NumPy twins, bit for bit, for every tensor type and on every target of this CPU."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_calls import HALVES, TARGETS, activation_rows, assert_same_bits, blocks_of_any_bits, kernels, laid_out
+
+from engine.kernels import twins
+from engine.kernels.formats import FORMATS
+from engine.quant import TensorType
+
+ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17)
+UNTOUCHED = np.float32(-7.25)
+
+every_type = pytest.mark.parametrize("type", TensorType, ids=lambda type: type.name)
+every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def random_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def in_memory(type: TensorType, x: np.ndarray) -> np.ndarray:
+    """Activation rows as the kernel reads them."""
+    span = twins.activation_span(type)
+    return activation_rows(type, x if span == 1 else twins.quantize(x, span))
+
+
+def multiply(
+    target: str, type: TensorType, raw: np.ndarray, x: np.ndarray, *, add_to: np.ndarray | None = None
+) -> np.ndarray:
+    """[T, N] by the compiled kernel. Checks that it writes whole groups and nothing beyond them."""
+    groups, activations = laid_out(type, raw), in_memory(type, x)
+    width = 16 * len(groups)
+    out = np.full((len(x) + 1, width + 16), UNTOUCHED)
+    if add_to is not None:
+        out[: len(x), : len(raw)] = add_to
+        out[: len(x), len(raw) : width] = 0
+    num_blocks = x.shape[1] // FORMATS[type].span
+    kernels(target).call_matmul(
+        type, "matmul", groups, groups.strides[0], len(groups), activations, activations.strides[0],
+        out, out.strides[0], num_blocks, int(add_to is not None), len(x),
+    )  # fmt: skip
+    assert (out[len(x)] == UNTOUCHED).all()
+    assert (out[:, width:] == UNTOUCHED).all()
+    assert (out[: len(x), len(raw) : width] == 0).all()
+    return out[: len(x), : len(raw)]
+
+
+# ---------------------------------------------------------------- the twins' own arithmetic
+def rounded_once(exact: Fraction) -> float:
+    """The f32 nearest to a number, of two equally near ones the even one."""
+    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
+    if abs(exact) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** max(exponent - 23, -149)  # of the last place
+    rounded = round(exact / unit) * unit  # of fractions: half to even
+    return float(rounded) if abs(rounded) < 2**128 else math.copysign(math.inf, rounded)
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+# Products of about half a unit in the last place of the addend, where rounding twice goes wrong.
+small = st.builds(lambda m, e: np.float32(m * 2.0**e), st.integers(2**23, 2**24 - 1), st.integers(-28, -22))
+near_one = st.builds(lambda m: np.float32(m * 2.0**-23), st.integers(2**23 - 9, 2**23 + 9))
+whole = st.builds(np.float32, st.integers(2**23, 2**24 - 1))
+# 1 + 2**-23 + 2**-24 - 2**-70: just below a tie of f32, and a tie once it is rounded to f64.
+NEAR_TIE = np.float32(2.0**-24 * (1 + 2.0**-23)), np.float32(1 - 2.0**-23), np.float32(1 + 2.0**-23)
+
+
+@given(x=floats | small, y=floats | near_one, z=floats | whole)
+@example(*NEAR_TIE)
+@example(np.float32(2.0**-100), np.float32(2.0**-49), np.float32(-(2.0**-149)))
+@example(np.float32(2.0**127), np.float32(2.0), np.float32(-(2.0**104)))
+def test_fma_rounds_the_exact_result_once(x: float, y: float, z: float) -> None:
+    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+    assert twins.fma32(np.float32(x), np.float32(y), np.float32(z)) == rounded_once(exact)
+
+
+def test_fma_is_not_f64_arithmetic_rounded_again() -> None:
+    x, y, z = NEAR_TIE
+    assert np.float32(np.float64(x) * np.float64(y) + np.float64(z)) == np.float32(1 + 2.0**-22)
+    assert twins.fma32(x, y, z) == np.float32(1 + 2.0**-23)
+
+
+# ---------------------------------------------------------------- matrix products
+@every_target
+@every_type
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_products_have_the_bits_of_the_twin_for_any_number_of_rows(
+    type: TensorType, target: str, num_blocks: int
+) -> None:
+    rng = np.random.default_rng([int(type), num_blocks])
+    num_values = num_blocks * FORMATS[type].span
+    raw = blocks_of_any_bits(type, 35, num_values, rng)
+    x = random_rows(rng, max(ROW_COUNTS), num_values)
+    expected = twins.matmul(type, raw, x)
+    for rows in ROW_COUNTS:
+        assert_same_bits(multiply(target, type, raw, x[:rows]), expected[:rows])
+
+
+@every_target
+@every_type
+def test_products_of_extreme_weights_and_activations_have_the_bits_of_the_twin(type: TensorType, target: str) -> None:
+    """All ones, all zeros, largest, negative, subnormal and zero scales, against rows at both ends of int8."""
+    rng = np.random.default_rng(int(type))
+    num_values = 2 * FORMATS[type].span
+    raw = np.concatenate(
+        [
+            blocks_of_any_bits(type, 6, num_values, rng, scales)
+            for scales in [(65504.0,), (-65504.0,), (6e-8, -6e-8), (0.0, -0.0), (1.0, -1.0)]
+        ]
+    )
+    if FORMATS[type].sub_block is not None:
+        # The scales of all blocks stay; every other bit of the first three rows of each kind is 1, 0, or the sign.
+        blocks = raw.reshape(5, 6, 2, -1)
+        for row, byte in enumerate((0xFF, 0x00, 0x80)):
+            kept = blocks[:, row].copy()
+            blocks[:, row] = byte
+            for at in HALVES[type]:
+                blocks[:, row, :, at : at + 2] = kept[..., at : at + 2]
+    x = np.stack(
+        [
+            np.zeros(num_values),
+            np.full(num_values, 1e18),
+            np.full(num_values, -1e18),
+            np.where(np.arange(num_values) % 2, 3.0, -3.0),
+            np.where(np.arange(num_values) == 5, 1e18, rng.standard_normal(num_values)),
+            np.full(num_values, -0.0),
+            rng.standard_normal(num_values) * 1e-18,
+            np.repeat([1.0, 0.0], num_values // 2),
+            rng.standard_normal(num_values) * 1e-30,
+        ]
+    ).astype(np.float32)
+    assert_same_bits(multiply(target, type, raw, x), twins.matmul(type, raw, x))
+
+
+@every_target
+@every_type
+def test_products_are_added_to_what_is_there(type: TensorType, target: str) -> None:
+    rng = np.random.default_rng(int(type))
+    num_values = 2 * FORMATS[type].span
+    raw, x = blocks_of_any_bits(type, 19, num_values, rng), random_rows(rng, 11, num_values)
+    before = random_rows(rng, 11, 19)
+    assert_same_bits(multiply(target, type, raw, x, add_to=before), before + twins.matmul(type, raw, x))
+
+
+@every_target
+@every_type
+def test_a_weight_row_is_dequantized_to_the_bits_of_its_definition(type: TensorType, target: str) -> None:
+    rng = np.random.default_rng(int(type))
+    span = FORMATS[type].span
+    for num_blocks, scales in [(1, (0.01, -3.0)), (3, (65504.0, -6e-8))]:
+        raw = blocks_of_any_bits(type, 21, num_blocks * span, rng, scales)
+        groups, expected = laid_out(type, raw), twins.dequantize_row(type, raw)
+        out = np.full((21, num_blocks * span + 16), UNTOUCHED)
+        for row in range(21):
+            kernels(target).call_matmul(type, "dequantize_row", groups[row // 16], row % 16, num_blocks, out[row])
+        assert_same_bits(out[:, :-16], expected)
+        assert (out[:, -16:] == UNTOUCHED).all()
+
+
+def test_the_twin_is_the_product_of_the_dequantized_weights() -> None:
+    """Twin and kernel could share a mistake about a format: both are near the plain f64 product."""
+    rng = np.random.default_rng(0)
+    for type in TensorType:
+        num_values = 4 * FORMATS[type].span
+        raw, x = blocks_of_any_bits(type, 8, num_values, rng), random_rows(rng, 4, num_values)
+        weights = twins.dequantize_row(type, raw).astype(np.float64)
+        span = twins.activation_span(type)
+        values = x.astype(np.float64)
+        if span > 1:
+            quantized = twins.quantize(x, span)
+            values = quantized.q * np.repeat(quantized.scales, span, axis=-1).astype(np.float64)
+            # Half a step of the largest value of a block.
+            assert np.abs(values - x).max() <= 0.51 * np.abs(x).max() / 127
+        error = np.abs(twins.matmul(type, raw, x) - values @ weights.T)
+        assert (error <= 2e-6 * (np.abs(values) @ np.abs(weights).T)).all(), type.name
