@@ -23,14 +23,12 @@ from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_bat
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from engine.memory import MemoryPlan, available_memory, plan_memory
-from engine.model import Model
+from engine.model import MAX_WANTED, Model
 from engine.sampler import log_probabilities
 from engine.sessions import Sessions
 from engine.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
-
-_SCORED_ROWS = 64  # rows of a step that have logits: 64 of 150,000 values are 39 MB
 
 # `general.file_type` of a GGUF by number: LlamaFileType in gguf-py's constants.py.
 _FILE_TYPES = {
@@ -57,6 +55,8 @@ class LocalEngine:
         """See `engine.load`."""
         if kv_sessions < 0:
             raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be 1 or more, not {threads}")
         with ExitStack() as undo:
             gguf = undo.enter_context(open_gguf(path))
             tokenizer = Tokenizer.from_gguf(gguf.metadata)
@@ -77,7 +77,9 @@ class LocalEngine:
                 kv_sessions=kv_sessions,
                 available=available_memory(),
             )
-            model = Model.load(gguf, threads=threads, max_rows=MAX_ROWS, progress=progress)
+            model = Model.load(
+                gguf, threads=threads, max_rows=MAX_ROWS, max_positions=plan.context_size, progress=progress
+            )
             undo.callback(model.close)
             engine = cls(gguf, tokenizer, template, model, plan, kv_sessions)
             undo.pop_all()
@@ -170,7 +172,7 @@ class LocalEngine:
             table = BlockTable(self._pool)
             try:
                 while len(table) < len(ids) - 1:  # the last id predicts nothing that is asked for
-                    part = list(ids[len(table) : min(len(table) + _SCORED_ROWS, len(ids) - 1)])
+                    part = list(ids[len(table) : min(len(table) + MAX_WANTED, len(ids) - 1)])
                     end = len(table) + len(part)
                     rows = Rows(table, part, num_wanted=min(len(part), max(0, end - first + 1)))
                     self._sessions.reserve(table, len(part))

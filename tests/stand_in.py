@@ -14,7 +14,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,22 +22,7 @@ from engine.errors import TemplateError
 from engine.kv_cache import BLOCK_SIZE, KVPool
 
 try:
-    import engine.model  # noqa: F401
-except ModuleNotFoundError:  # TEMPORARY
-
-    @dataclass(frozen=True, slots=True)
-    class Batch:
-        ids: np.ndarray
-        positions: np.ndarray
-        tables: np.ndarray
-        table_rows: np.ndarray
-        want: np.ndarray
-
-    sys.modules["engine.model"] = types.ModuleType("engine.model")
-    sys.modules["engine.model"].Batch = Batch
-    sys.modules["engine.model"].Model = object
-try:
-    import engine.chat_template  # noqa: F401
+    import engine.chat_template
 except ModuleNotFoundError:  # TEMPORARY
     sys.modules["engine.chat_template"] = types.ModuleType("engine.chat_template")
     sys.modules["engine.chat_template"].ChatTemplate = object
