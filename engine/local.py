@@ -208,6 +208,7 @@ class LocalEngine:
                 self._closed = True
                 self._model.close()
                 self._gguf.close()
+                del self._model, self._sessions, self._pool  # an engine that is still referenced holds no memory
         finally:
             self._lock.release()
 
@@ -235,7 +236,8 @@ class LocalEngine:
             )
 
         while not self._lock.acquire(timeout=0.05):
-            if cancelled():
+            self._check_open()
+            if request.cancel.is_set():
                 generation = start(BlockTable(self._pool))
                 generation.cancel()
                 yield Finished(generation.reply())
@@ -253,7 +255,7 @@ class LocalEngine:
             self._lock.release()
 
     def _forget_now(self) -> None:
-        while self._to_forget:
+        while self._to_forget and not self._closed:
             self._sessions.forget(self._to_forget.pop())
 
     def _prompt_ids(self, request: Request) -> list[int]:

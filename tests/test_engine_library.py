@@ -164,7 +164,7 @@ def test_the_example_of_the_guide_runs(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, example, folder / "qwen2.gguf"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **os.environ},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -211,12 +212,13 @@ def test_an_iterator_that_was_never_started_holds_nothing(engine: LocalEngine) -
 
 def test_closing_ends_an_iterator_that_nobody_goes_on_with() -> None:
     engine = make()
+    model = engine._model
     events = engine.generate(raw())
     next(events)
     closing = in_thread(engine.close)
     closing.join(5)
     assert not closing.is_alive()
-    assert engine._model.closed
+    assert model.closed
     assert list(events) == []
 
 
@@ -232,11 +234,34 @@ def test_closing_cancels_a_request_that_runs_in_another_thread() -> None:
     assert [reply.finish_reason for reply in replies] in ([], ["cancelled"])
 
 
+def test_closing_tells_requests_that_still_wait() -> None:
+    engine = make()
+    running = engine.generate(raw())
+    next(running)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            list(engine.generate(raw()))
+        except EngineError as error:
+            errors.append(error)
+
+    waiting = in_thread(wait)
+    waiting.join(0.1)
+    engine.close()
+    waiting.join(5)
+    assert "the engine is closed" in str(errors[0])
+
+
 def test_a_closed_engine_says_so_and_may_be_closed_again() -> None:
     engine = make()
     unused = engine.generate(raw())
+    pool = weakref.ref(engine._pool)
     engine.close()
     engine.close()
+    gc.collect()
+    assert pool() is None  # the memory is free though the engine object is still there
+    engine.forget("default")
     with pytest.raises(EngineError, match="the engine is closed"):
         engine.generate(raw())
     with pytest.raises(EngineError, match="the engine is closed"):
