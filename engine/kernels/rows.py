@@ -31,6 +31,9 @@ Source = Literal["plain", "norm", "silu", "gelu"]
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
 """2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-x (linear + cubic x^2))) (Hendrycks and Gimpel 2016)."""
 
+TINY = 2.0**-120
+"""Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
+
 
 def _squares(b: KernelBuilder, x: Value, n: Int) -> Value:
     """Sum of squares of n floats: vector i goes to sum i mod 4, the four and then the lanes are added in pairs."""
@@ -116,14 +119,16 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
     return emit
 
 
-def _quantize(b: KernelBuilder, layout: ActivationLayout, values: list[Value], dst: Value, s: Value, blocks: Value) -> None:
+def _quantize(
+    b: KernelBuilder, layout: ActivationLayout, values: list[Value], dst: Value, s: Value, blocks: Value
+) -> None:
     """One block: symmetric int8 with scale max|x| / 127, rounded to even, and the sums the matmul tiles need."""
     span = layout.span
     tops = [b.magnitude(v) for v in values]
     while len(tops) > 1:
         tops = [b.larger(p, q) for p, q in zip(tops[::2], tops[1::2], strict=True)]
     top = b.tree(tops[0], b.larger)
-    empty = b.fcmp_ordered("==", top, F32(0.0))
+    empty = b.fcmp_ordered("<", top, F32(TINY))
     factor = b.select(empty, F32(0.0), b.fdiv(F32(127.0), b.select(empty, F32(1.0), top)))
     scale = b.fdiv(top, F32(127.0))
     spread = b.splat(factor)

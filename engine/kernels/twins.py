@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.attention import PART
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
-from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR
+from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
 Floats = NDArray[np.float32]
@@ -96,10 +96,13 @@ class Activations:
 
 
 def quantize(x: Floats, span: int) -> Activations:
-    """Symmetric int8 of x [..., K]: scale = max |x| / 127 in each block, rounded half to even (`rows.activate`)."""
+    """Symmetric int8 of x [..., K]: scale = max |x| / 127 in each block, rounded half to even (`rows.activate`).
+
+    All are 0 in a block without a value that reaches TINY.
+    """
     blocks = x.reshape(*x.shape[:-1], -1, span)
     top = np.abs(blocks).max(axis=-1)
-    empty = top == 0
+    empty = top < np.float32(TINY)
     factor = np.where(empty, np.float32(0), np.float32(127) / np.where(empty, np.float32(1), top))
     q = np.rint(blocks * factor[..., None]).astype(np.int8)
     return Activations(q.reshape(x.shape), top / np.float32(127))
