@@ -100,11 +100,11 @@ def laid_out(type: TensorType, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def activation_rows(type: TensorType, x: NDArray[np.float32] | Activations) -> NDArray[np.uint8]:
     """Activation rows in memory, for weights of this type: floats [T, K], or what `twins.quantize` made of them."""
-    return row_bytes_of(layout_for(FORMATS[type]), x)
+    return row_in_memory(layout_for(FORMATS[type]), x)
 
 
-def row_bytes_of(layout: ActivationLayout, x: NDArray[np.float32] | Activations) -> NDArray[np.uint8]:
-    """As `ActivationLayout` describes rows: uint8 [T, row bytes], padded with zeros."""
+def row_in_memory(layout: ActivationLayout, x: NDArray[np.float32] | Activations) -> NDArray[np.uint8]:
+    """As `ActivationLayout` describes rows: uint8 [..., row bytes], padded with zeros."""
     if isinstance(x, Activations):
         sums = x.sums(layout.span)
         parts = {
@@ -115,7 +115,9 @@ def row_bytes_of(layout: ActivationLayout, x: NDArray[np.float32] | Activations)
     else:
         parts, num_values = [x], x.shape[-1]
     packed = np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in parts], axis=-1)
-    return np.pad(packed, ((0, 0), (0, layout.row_bytes(num_values) - packed.shape[-1])))
+    row = np.zeros((*packed.shape[:-1], layout.row_bytes(num_values)), np.uint8)
+    row[..., : packed.shape[-1]] = packed
+    return row
 
 
 def blocks_of_any_bits(

@@ -1,0 +1,197 @@
+"""Kernels on single rows against their NumPy twins, bit for bit, on every target of this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from kernel_calls import TARGETS, assert_same_bits, kernels, row_in_memory
+
+from engine.kernels import twins
+from engine.kernels.matmul import ActivationLayout
+
+LENGTHS = (16, 32, 48, 64, 80, 96, 112, 128, 576)
+"""Multiples of 16 with every remainder of 64, which is what sums of squares take at a time."""
+EPS = 1e-5
+
+every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def rows_of(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * spread).astype(np.float32)
+
+
+def f32(x: float) -> np.ndarray:
+    """A float in memory, for kernels that take its address."""
+    return np.array([x], np.float32)
+
+
+# ---------------------------------------------------------------- the exponential
+def test_exp_is_within_one_unit_in_the_last_place() -> None:
+    x = np.linspace(-87, 88, 300_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(twins.exp(x) - exact) <= np.spacing(exact.astype(np.float32))).all()
+    assert twins.exp(np.float32([0.0, -0.0])).tolist() == [1.0, 1.0]
+
+
+def test_exp_is_clamped_where_it_would_leave_f32() -> None:
+    ends = twins.exp(np.float32([-87, 88]))
+    assert_same_bits(twins.exp(np.float32([-np.inf, np.inf])), ends)
+    assert_same_bits(twins.exp(np.float32([-1e30, 1e30])), ends)
+    assert np.isfinite(ends).all()
+    assert ends[0] > np.finfo(np.float32).tiny
+
+
+# ---------------------------------------------------------------- norms and vectors
+@every_target
+def test_norms_have_the_bits_of_the_twin_at_every_length(target: str) -> None:
+    rng, call = np.random.default_rng(1), kernels(target).call
+    for n in LENGTHS:
+        for spread in (1e-20, 1e-3, 1.0, 1e15):
+            x, weight = rows_of(rng, n, spread=spread), rows_of(rng, n)
+            out = f32(0)
+            call("inverse_rms", x, n, f32(EPS), out)
+            assert_same_bits(out[0], twins.inverse_rms(x, EPS))
+            inverse, y = twins.inverse_rms(x, EPS), rows_of(rng, n)
+            expected = y + x * inverse * weight
+            call("add_normed", x, weight, out, y, n)
+            assert_same_bits(y, expected)
+            expected = twins.normed(x, weight, EPS)
+            call("norm_vector", x, weight, f32(EPS), n)
+            assert_same_bits(x, expected)
+
+
+def test_a_norm_gives_unit_mean_square() -> None:
+    x = rows_of(np.random.default_rng(2), 5, 176, spread=37.0)
+    mean_square = (twins.normed(x, np.ones(176, np.float32), 0.0).astype(np.float64) ** 2).mean(axis=-1)
+    np.testing.assert_allclose(mean_square, 1.0, rtol=1e-6)
+
+
+@every_target
+def test_vectors_are_added_and_scaled_like_the_twin(target: str) -> None:
+    rng, call = np.random.default_rng(3), kernels(target).call
+    for n in LENGTHS:
+        x, y = rows_of(rng, n + 16), rows_of(rng, n)
+        expected = np.concatenate([(x[:n] + y) * np.float32(0.3), x[n:]])
+        call("add_vector", x, y, n)
+        call("scale_vector", x, f32(0.3), n)
+        assert_same_bits(x, expected)
+
+
+# ---------------------------------------------------------------- quantized activations
+Source = tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]
+SOURCES: list[Source] = [
+    ("plain", lambda x, y: x),
+    ("norm", lambda x, y: twins.normed(x, y, EPS)),
+    ("silu", twins.silu),
+    ("gelu", twins.gelu),
+]
+
+
+def activate(target: str, source: str, span: int, x: np.ndarray, y: np.ndarray, pieces: list[int]) -> np.ndarray:
+    """One activation row in memory, quantized in pieces that end at these blocks."""
+    row = np.zeros(ActivationLayout(span).row_bytes(len(x)), np.uint8)
+    inverse = np.array([twins.inverse_rms(x, EPS)])
+    num_blocks = len(x) // max(span, 32)
+    for first, last in zip([0, *pieces], [*pieces, num_blocks]):
+        kernels(target).call(f"{source}_{span}", x, y, inverse, row, first, last - first, num_blocks)
+    return row
+
+
+def expected_row(span: int, values: np.ndarray) -> np.ndarray:
+    return row_in_memory(ActivationLayout(span), values if span == 1 else twins.quantize(values, span))
+
+
+@every_target
+@pytest.mark.parametrize("span", [256, 32, 1])
+@pytest.mark.parametrize(("source", "twin"), SOURCES, ids=[name for name, _ in SOURCES])
+def test_activations_have_the_bits_of_the_twin_in_any_pieces(source: str, twin: Source, span: int, target: str) -> None:
+    rng = np.random.default_rng(span)
+    for num_blocks, pieces in [(1, []), (2, [1]), (5, [1, 3]), (7, [0, 6])]:
+        n = num_blocks * max(span, 32)
+        for spread in (1e-3, 1.0, 30.0):
+            x, y = rows_of(rng, n, spread=spread), rows_of(rng, n)
+            assert_same_bits(activate(target, source, span, x, y, pieces), expected_row(span, twin(x, y)))
+
+
+EXTREMES = {
+    "zeros": np.zeros(256),
+    "negative zeros": np.full(256, -0.0),
+    "one value": np.where(np.arange(256) == 77, -3.0, 0.0),
+    "largest": np.full(256, np.finfo(np.float32).max / 64),
+    "both ends": np.where(np.arange(256) % 3, -1e20, 1e20),
+    "ties": (np.arange(256) - 127.5) * np.where(np.arange(256) == 255, 127 / 127.5, 1.0),
+    "wide range": 10.0 ** np.linspace(-38, 38, 256),
+    "tiny": np.where(np.arange(256) % 2, 3e-37, -1e-38),
+    "subnormal": np.linspace(-1e-40, 1e-40, 256),
+    "smallest": np.where(np.arange(256) == 3, 1.4e-45, 0.0),
+}
+
+
+@every_target
+@pytest.mark.parametrize("span", [256, 32])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_activations_have_the_bits_of_the_twin(name: str, span: int, target: str) -> None:
+    x = EXTREMES[name].astype(np.float32)
+    assert_same_bits(activate(target, "plain", span, x, x, []), expected_row(span, x))
+
+
+@every_target
+@pytest.mark.parametrize("source", ["silu", "gelu"])
+def test_gates_far_out_have_the_bits_of_the_twin(source: str, target: str) -> None:
+    gate = np.concatenate([np.linspace(-200, 200, 254), [-0.0, 0.0]]).astype(np.float32)
+    up = np.where(np.arange(256) % 2, 2.5, -1.0).astype(np.float32)
+    twin = dict(SOURCES)[source]
+    assert_same_bits(activate(target, source, 1, gate, up, []), expected_row(1, twin(gate, up)))
+
+
+def test_gates_are_the_functions_they_are_named_for() -> None:
+    x = np.linspace(-20, 20, 4001).astype(np.float32)
+    one = np.ones_like(x)
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(twins.silu(x, one), wide / (1 + np.exp(-wide)), rtol=1e-6, atol=1e-8)
+    inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    np.testing.assert_allclose(twins.gelu(x, one), 0.5 * wide * (1 + np.tanh(inner)), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- heads
+@every_target
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotation_has_the_bits_of_the_twin_in_both_orders_of_pairs(neox: bool, target: str) -> None:
+    rng = np.random.default_rng(4)
+    for half, dim in [(8, 16), (16, 32), (24, 80), (40, 80), (64, 128)]:
+        angles = rng.uniform(0, 1000, half)
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        x = rows_of(rng, dim)
+        expected = twins.rotate(x, cos, sin, neox)
+        kernels(target).call("rotate_neox" if neox else "rotate_pairs", x, cos, sin, half)
+        assert_same_bits(x, expected)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotation_turns_pairs_and_leaves_the_rest(neox: bool) -> None:
+    half, x = 8, rows_of(np.random.default_rng(5), 3, 32)
+    angle = np.linspace(0, 6, half)
+    turned = twins.rotate(x, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), neox)
+    order = np.arange(16).reshape(2, 8) if neox else np.arange(16).reshape(8, 2).T
+    before, after = (a[:, order[0]] + 1j * a[:, order[1]] for a in (x, turned))
+    np.testing.assert_allclose(after, before * np.exp(1j * angle), rtol=1e-5, atol=1e-6)
+    assert_same_bits(turned[:, 16:], x[:, 16:])
+
+
+@every_target
+def test_keys_go_to_a_column_and_values_to_a_row_rounded_to_f16(target: str) -> None:
+    rng = np.random.default_rng(6)
+    for n in (16, 48, 64, 80, 128):
+        x = rows_of(rng, n, spread=100.0)
+        # A tie, subnormals of f16, what rounds to zero, and the largest.
+        x[:8] = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 6e-8, -3e-8, 2e-8, -0.0, 65519.0, -65504.0]
+        for slot in (0, 1, 37, 63):
+            keys, values = (np.full(shape, 7.5, np.float16) for shape in ((n, 64), (64, n)))
+            expected_keys, expected_values = keys.copy(), values.copy()
+            expected_keys[:, slot] = expected_values[slot] = twins.to_half(x)
+            kernels(target).call("store_key", x, keys[:, slot:], n)
+            kernels(target).call("store_value", x, values[slot], n)
+            assert_same_bits(keys, expected_keys)
+            assert_same_bits(values, expected_values)
