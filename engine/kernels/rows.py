@@ -29,10 +29,12 @@ from engine.kernels.matmul import ActivationLayout
 Source = Literal["plain", "norm", "silu", "gelu"]
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
-"""2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-x (linear + cubic x^2))) (Hendrycks and Gimpel 2016)."""
+"""2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-x (linear + cubic x^2))) (Hendrycks, Gimpel 2016)."""
 
 TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
+
+LARGEST_HALF = 65504.0
 
 
 def _squares(b: KernelBuilder, x: Value, n: Int) -> Value:
@@ -215,11 +217,18 @@ def rotate(neox: bool) -> Kernel:
     return emit
 
 
+def _narrow(b: KernelBuilder, x: Value) -> Value:
+    """f16 of 16 floats, the largest f16 for what is beyond it: positions a row does not see are multiplied by zero."""
+    x = b.select(b.fcmp_ordered(">", x, fill(VF, LARGEST_HALF)), fill(VF, LARGEST_HALF), x)
+    x = b.select(b.fcmp_ordered("<", x, fill(VF, -LARGEST_HALF)), fill(VF, -LARGEST_HALF), x)
+    return b.fptrunc(x, vector(F16, 16))
+
+
 def store_key(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
     """n floats as f16 into one column of a block of keys [n][64]: 128 bytes apart."""
     x, dst = b.pointer(x), b.pointer(dst)
     with b.loop(b.sdiv(n, I64(16))) as i:
-        narrow = b.fptrunc(b.read(VF, x, b.times(i, 64)), vector(F16, 16))
+        narrow = _narrow(b, b.read(VF, x, b.times(i, 64)))
         for j in range(16):
             b.write(b.extract_element(narrow, I32(j)), dst, b.times(i, 16 * 128), 128 * j)
 
@@ -228,4 +237,4 @@ def store_value(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
     """n floats as f16 into one row of a block of values [64][n]."""
     x, dst = b.pointer(x), b.pointer(dst)
     with b.loop(b.sdiv(n, I64(16))) as i:
-        b.write(b.fptrunc(b.read(VF, x, b.times(i, 64)), vector(F16, 16)), dst, b.times(i, 32))
+        b.write(_narrow(b, b.read(VF, x, b.times(i, 64))), dst, b.times(i, 32))

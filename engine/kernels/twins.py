@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.attention import PART
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
-from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
+from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, LARGEST_HALF, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
 Floats = NDArray[np.float32]
@@ -194,10 +194,9 @@ def rotate(x: Floats, cos: Floats, sin: Floats, neox: bool) -> Floats:
     return out
 
 
-@np.errstate(over="ignore")
 def to_half(x: Floats) -> Halves:
-    """K and V as they are stored: f16, rounded half to even (`rows.store_key`, `rows.store_value`)."""
-    return x.astype(np.float16)
+    """K and V as they are stored: f16, rounded half to even, always finite (`rows.store_key`, `rows.store_value`)."""
+    return np.clip(x, -np.float32(LARGEST_HALF), np.float32(LARGEST_HALF)).astype(np.float16)
 
 
 # ---------------------------------------------------------------- attention
