@@ -139,6 +139,16 @@ def test_a_prefill_shows_progress_only_after_half_a_second_and_only_on_a_termina
         assert file.getvalue() == (shown + "\r\x1b[K" if shown else "") + "Hi"
 
 
+def test_a_reply_on_the_same_terminal_as_its_progress_starts_on_a_clean_line() -> None:
+    file, now = FakeTerminal(), [0.0]
+    view = TextView(Stream(file, TERMINAL), Stream(file, TERMINAL), clock=lambda: now[0])
+    now[0] = 1.0
+    view.event(PrefillProgress(64, 128, 0))
+    view.event(TextDelta("Hi"))
+    view.event(Finished(reply("Hi")))
+    assert file.getvalue().split("\r\x1b[K")[1] == f"Hi\n\x1b[2m{stats_line(reply())}\x1b[22m\n"
+
+
 def test_a_prefill_says_what_was_reused() -> None:
     assert prefill_line(PrefillProgress(1500, 3000, 1000)) == (
         "reading the prompt: 1,500 of 3,000 tokens, 1,000 of them reused (50%)"
