@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, MappingProxyType
 from typing import Final, TextIO
 
@@ -139,6 +139,7 @@ class Stream:
             self.file.write(text)
             self.file.flush()
         except OSError as error:
+            _drop_buffer(self.file)
             if isinstance(error, BrokenPipeError):
                 raise ReaderGoneError("the reader has gone") from None
             raise OutputError(f"the output cannot be written: {error.strerror}") from None
@@ -154,6 +155,14 @@ def open_closed_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def _drop_buffer(file: TextIO) -> None:
+    """Let what could not be written go to the null device, or Python would try it again at exit and complain."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, file.fileno())
+        os.close(null)
 
 
 @contextmanager
