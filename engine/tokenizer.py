@@ -55,6 +55,8 @@ class Tokenizer:
     add_bos     the model wants BOS in front of a prompt
     end_ids     every id that ends a reply
     control_ids the tokens that text never becomes and that have no text
+    user_defined_ids  the tokens that are found in any text, whatever stands around them
+    special_ids both, and the unknown token: all that are found whole where control tokens are parsed
     notices     what a user should see once: a guessed end token, an assumed pre-tokenizer
     """
 
@@ -132,11 +134,13 @@ class Tokenizer:
         if self.add_bos and self.bos_id is None:
             raise ModelFileError("tokenizer.ggml.add_bos_token is true, but the file names no BOS token")
 
-        user_defined = {id: tokens[id] for id, kind in enumerate(self._types) if kind == _USER_DEFINED}
-        unknown = {id: tokens[id] for id, kind in enumerate(self._types) if kind == _UNKNOWN}
-        control = {id: tokens[id] for id in self.control_ids}
-        self._user_defined = Spellings((text, id) for id, text in user_defined.items() if id not in self.control_ids)
-        self._special = Spellings((text, id) for id, text in (user_defined | unknown | control).items())
+        def of_kind(kind: int) -> frozenset[int]:
+            return frozenset(id for id, other in enumerate(self._types) if other == kind)
+
+        self.user_defined_ids = of_kind(_USER_DEFINED) - self.control_ids
+        self.special_ids = self.user_defined_ids | self.control_ids | of_kind(_UNKNOWN)
+        self._user_defined = Spellings((tokens[id], id) for id in self.user_defined_ids)
+        self._special = Spellings((tokens[id], id) for id in self.special_ids)
         self._pieces: dict[int, bytes] = {}
         self.notices = tuple(notices)
 

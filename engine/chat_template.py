@@ -1,0 +1,428 @@
+"""Messages to the prompt's ids, by the model's own chat template.
+
+Two things a template cannot know are kept here. Text is not structure: a control token is in the prompt only where the
+template wrote it, never because a user, a tool or a file spelled it. And a reply keeps the ids it was generated with:
+it is not tokenized again, so the next prompt starts with exactly what the cache holds.
+
+Both are done with marks (prompt_marks.py). A template may look into what an assistant said, as those of reasoning
+models do, and a mark may change what it finds; then that message goes without.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jinja2
+
+from engine.api import Message
+from engine.errors import ModelFileError, TemplateError, UsageError
+from engine.prompt_marks import Guard, Marks
+from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
+from engine.tokenizer import Tokenizer
+
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_PLAIN = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content | trim + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+_CONTROLS_ONLY, _CONTROLS_AND_ANCHOR, _ALL = range(3)
+"""How what an assistant said is marked; more is better."""
+
+
+class ChatTemplate:
+    """The chat template of one model; safe to share between threads.
+
+    notices  what a user should see once: that the file has no template, and what is used instead
+    stop     texts that end a reply where nothing else does; empty but for the plain fallback
+    """
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
+        """`override`: the text of a template to use in place of the file's own.
+
+        A template that cannot be read raises where it is used, not here. Raises ModelFileError for one that is no text.
+        """
+        return cls(metadata, tokenizer, override)
+
+    def __init__(self, metadata: Mapping[str, Any], tokenizer: Tokenizer, override: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.notices: tuple[str, ...] = ()
+        self.stop: tuple[str, ...] = ()
+        source, tool_source = override, None
+        if source is None:
+            tool_source = _template_text(metadata, "tokenizer.chat_template.tool_use")
+            source = _template_text(metadata, "tokenizer.chat_template")
+        if source is None:
+            source = tool_source if tool_source is not None else self._fallback()
+        self._source = source
+        self._tool_source = tool_source if tool_source is not None else source
+        self._environment = make_environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._lock = threading.Lock()
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        self._token_texts = {name: tokenizer.token_text(id) for name, id in ids.items() if id is not None}
+
+    def _fallback(self) -> str:
+        texts = {self._tokenizer.token_text(id) for id in self._tokenizer.special_ids}
+        if {"<|im_start|>", "<|im_end|>"} <= texts:
+            self.notices = ("the model file has no chat template: ChatML is used, whose tokens its vocabulary has",)
+            return _CHATML
+        notice = "the model file has no chat template: messages are given as plain 'role: text' lines"
+        self.notices = (f"{notice}, and replies may be poor",)
+        self.stop = ("\nuser:", "\nsystem:")
+        return _PLAIN
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt as text, for people. Forms and errors are those of `encode`."""
+        arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+        return self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))[1]
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Ids of the prompt, with BOS once and in front where the model wants one.
+
+        Messages that the template refuses are rendered in the first of these forms that it accepts:
+        1. as given; but `developer` is `system`, unless the template knows that role;
+        2. neighbours of the same role joined, with a blank line between;
+        3. and `system` as `user`, so that a system prompt becomes the start of the first user message.
+
+        Raises TemplateError, one line with the template's own words where it has any, and UsageError for an argument
+        that is no JSON value or is given already.
+        """
+        arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+        prompt, text = self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))
+        marks = Marks.unused_in([self._source, self._tool_source, *prompt.texts()])
+        return self._ids(self._marked(prompt, text, marks), prompt.messages, marks)
+
+    # -- rendering -----------------------------------------------------------------------------------------------------
+
+    def _accepted(self, prompt: _Prompt) -> tuple[_Prompt, str]:
+        """The prompt in the first form that the template accepts, and its text."""
+        forms = _forms(prompt.messages, knows_developer="developer" in self._source)
+        for messages in forms[:-1]:
+            form = replace(prompt, messages=messages)
+            try:
+                return form, self._render(form)
+            except TemplateError as error:
+                if not isinstance(error.__cause__, Refused):
+                    raise
+        form = replace(prompt, messages=forms[-1])
+        return form, self._render(form)
+
+    def _render(self, prompt: _Prompt, marking: _Marking | None = None) -> str:
+        try:
+            return render(self._template(bool(prompt.tools)), {**self._token_texts, **prompt.variables(marking)})
+        except UsageError:
+            raise
+        except Refused as error:
+            raise TemplateError(f"the chat template refuses these messages: {_one_line(error)}") from error
+        except LimitExceeded as error:
+            raise TemplateError(f"the chat template was stopped: {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template cannot be read, line {error.lineno}: {_one_line(error.message)}; "
+                "give another one in its place (chat_template)"
+            ) from error
+        except RecursionError as error:
+            raise TemplateError(
+                "the chat template was stopped: it or what it was given is nested too deeply"
+            ) from error
+        except Exception as error:
+            raise TemplateError(f"the chat template fails with {type(error).__name__}: {_one_line(error)}") from error
+
+    def _template(self, with_tools: bool) -> jinja2.Template:
+        source = self._tool_source if with_tools else self._source
+        with self._lock:
+            if source not in self._compiled:
+                self._compiled[source] = self._environment.from_string(source)
+            return self._compiled[source]
+
+    # -- marks ---------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _control_guard(self) -> Guard:
+        tokenizer = self._tokenizer
+        return Guard(map(tokenizer.token_text, tokenizer.special_ids - tokenizer.user_defined_ids))
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        """Control tokens, and those user-defined tokens that the template writes (`<tool_call>`), since these are its
+        structure. Others, such as Gemma's line ends and HTML tags, are how the model reads text."""
+        tokenizer, source = self._tokenizer, self._source + self._tool_source
+        user_defined = set(map(tokenizer.token_text, tokenizer.user_defined_ids))
+        control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
+        return Guard(control | {text for text in user_defined if text.strip() and text in source})
+
+    def _marked(self, prompt: _Prompt, text: str, marks: Marks) -> str:
+        """The rendered text with marks.
+
+        What people and tools wrote is marked, whatever the template would have found in it. What an assistant said is
+        marked as far as the template renders the same.
+        """
+        replies = [number for number, message in enumerate(prompt.messages) if message.role == "assistant"]
+        spelled = any(map(self._guard.finds, prompt.texts()))
+        if not spelled and not any(prompt.messages[number].ids for number in replies):
+            return text
+
+        def marked(levels: Mapping[int, int]) -> str:
+            return self._render(prompt, _Marking(marks, self._guard, self._control_guard, levels))
+
+        levels = dict.fromkeys(replies, _CONTROLS_ONLY)
+        best = marked(levels) if spelled else text
+        plain = marks.removed_from(best)
+
+        def attempt(wanted: dict[int, int]) -> bool:
+            nonlocal best, levels
+            try:
+                result = marked(wanted)
+            except TemplateError:
+                return False
+            if marks.removed_from(result) != plain:
+                return False
+            best, levels = result, wanted
+            return True
+
+        if attempt(dict.fromkeys(replies, _ALL)):
+            return best
+        attempt(dict.fromkeys(replies, _CONTROLS_AND_ANCHOR))
+        for number in replies:
+            message = prompt.messages[number]
+            for level in (_ALL, _CONTROLS_AND_ANCHOR):
+                now, then = (
+                    _Marking(marks, self._guard, self._control_guard, {number: tried}).message(number, message)
+                    for tried in (levels[number], level)
+                )
+                if now == then or attempt({**levels, number: level}):
+                    break
+        return best
+
+    # -- ids -----------------------------------------------------------------------------------------------------------
+
+    def _ids(self, marked: str, messages: Sequence[Message], marks: Marks) -> list[int]:
+        tokenizer = self._tokenizer
+        ids: list[int] = []
+
+        def add_text(start: int, end: int, continues: bool) -> None:
+            part = marks.without_anchors(marked[start:end])
+            found = tokenizer.encode(part, control=True, mark=marks.split, continues=continues)
+            # Some templates write BOS for every turn.
+            ids.extend(id for id in found if not (tokenizer.add_bos and id == tokenizer.bos_id))
+
+        if tokenizer.add_bos and tokenizer.bos_id is not None:
+            ids.append(tokenizer.bos_id)
+        position = 0
+        for start, end, kept in self._kept(marked, messages, marks):
+            add_text(position, start, continues=position > 0)
+            ids.extend(kept)
+            position = end
+        add_text(position, len(marked), continues=position > 0)
+        return ids
+
+    def _kept(
+        self, marked: str, messages: Sequence[Message], marks: Marks
+    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(start, end, ids) of the stretches of the marked text that are replies whose ids are known, in order."""
+        anchors, in_marked = marks.anchors_in(marked)
+        text = marks.removed_from(marked)
+        position = 0
+        for anchor, number in anchors:
+            message = messages[number]
+            place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
+            if place is not None and message.ids is not None:
+                position = place[1]
+                yield in_marked(place[0]), in_marked(place[1]), message.ids
+
+    def _places(self, text: str, anchor: int, message: Message) -> Iterator[tuple[int, int]]:
+        """(start, end) where the reply can be in the text. The anchor stands before the name of its first tool call,
+        or else after its content; the reply may have reasoning before that and calls after it."""
+        try:
+            raw = b"".join(map(self._tokenizer.piece, message.ids or ())).decode("utf-8", errors="replace")
+            replies = dict.fromkeys((raw, self._tokenizer.decode(message.ids or ())))
+        except UsageError:  # ids of another model
+            return
+        name = _name_of_first_call(message)
+        known = message.content if name is None else name
+        before_anchor = len(known) if name is None else 0
+        for reply in replies:
+            offset = reply.rfind(known) if known else -1
+            while offset >= 0:
+                start = anchor - before_anchor - offset
+                if start >= 0 and text.startswith(reply, start):
+                    yield start, start + len(reply)
+                offset = reply.rfind(known, 0, offset + len(known) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What a template renders."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    arguments: Mapping[str, Any]
+
+    def variables(self, marking: _Marking | None = None) -> dict[str, Any]:
+        """The names that the template knows, as JSON values. Raises UsageError for what is no JSON value."""
+        if taken := {"messages", "tools"} & set(self.arguments):
+            raise UsageError(f"{taken.pop()!r} is no template argument: it is given already")
+        marking = marking if marking is not None else _Marking()
+        return {
+            **{name: _json(value, marking.text) for name, value in self.arguments.items()},
+            "messages": [marking.message(number, message) for number, message in enumerate(self.messages)],
+            "tools": _json(self.tools, marking.text) if self.tools else None,
+        }
+
+    def texts(self) -> Iterator[str]:
+        """Every text in it, in no order."""
+        todo: list[Any] = list(self.variables().values())
+        while todo:
+            value = todo.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, (dict, list)):
+                todo.extend(value)
+                todo.extend(value.values() if isinstance(value, dict) else ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Marking:
+    """Puts marks into what the template is given; none at all without `marks`."""
+
+    marks: Marks | None = None
+    guard: Guard | None = None
+    control_guard: Guard | None = None
+    levels: Mapping[int, int] | None = None
+    """Message number -> how it is marked."""
+
+    def text(self, text: str) -> str:
+        """What people and tools wrote."""
+        return text if self.marks is None or self.guard is None else self.guard.protected(text, self.marks.split)
+
+    def message(self, number: int, message: Message) -> dict[str, Any]:
+        """A message as templates expect it."""
+        mark, anchor = self.text, ""
+        if self.marks is not None and self.levels is not None and number in self.levels:
+            level, split = self.levels[number], self.marks.split
+            guard = self.guard if level == _ALL else self.control_guard
+            if guard is not None:
+                mark = functools.partial(guard.protected, mark=split)
+            if level != _CONTROLS_ONLY and message.ids:
+                anchor = self.marks.anchor_of(number)
+        calls = [_json(_with_arguments(call), mark) for call in message.tool_calls]
+        content = mark(message.content)
+        if _name_of_first_call(message) is None:
+            content += anchor
+        else:
+            function = _function(calls[0])
+            function["name"] = anchor + function["name"]
+        fields: dict[str, Any] = {"role": message.role, "content": content}
+        if message.thinking is not None:
+            # Two names are in use for it.
+            fields["reasoning_content"] = fields["thinking"] = mark(message.thinking)
+        if calls:
+            fields["tool_calls"] = calls
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = self.text(message.tool_call_id)
+        if message.name is not None:
+            fields["name"] = self.text(message.name)
+        return fields
+
+
+def _json(value: Any, mark: Callable[[str], str]) -> Any:
+    """The value as plain lists and dicts, key order kept, with each text (keys too) passed through `mark`."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(str(key)): _json(item, mark) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item, mark) for item in value]
+    raise UsageError(f"a chat template is given JSON values only, not a {type(value).__name__}")
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as an object, which templates expect, where they came as JSON text."""
+    call = dict(call)
+    if isinstance(call.get("function"), Mapping):
+        call["function"] = _with_arguments(call["function"])
+    elif isinstance(call.get("arguments"), str):
+        try:
+            arguments = json.loads(call["arguments"] or "{}")
+        except ValueError:
+            return call
+        if isinstance(arguments, dict):
+            call["arguments"] = arguments
+    return call
+
+
+def _name_of_first_call(message: Message) -> str | None:
+    if not message.tool_calls:
+        return None
+    name = _function(message.tool_calls[0]).get("name")
+    return name if isinstance(name, str) else None
+
+
+def _function(call: Mapping[str, Any]) -> Any:
+    """The part of a call that has name and arguments: `function` in OpenAI's form, or the call itself."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _forms(messages: tuple[Message, ...], *, knows_developer: bool) -> list[tuple[Message, ...]]:
+    """The forms that `ChatTemplate.encode` tells of, each once."""
+    if not knows_developer:
+        messages = tuple(replace(m, role="system") if m.role == "developer" else m for m in messages)
+    as_user = tuple(replace(m, role="user") if m.role in ("system", "developer") else m for m in messages)
+    forms = [messages]
+    for form in (_joined(messages), _joined(as_user)):
+        if form not in forms:
+            forms.append(form)
+    return forms
+
+
+def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if last is not None and last.role == message.role != "tool" and not last.tool_calls and not message.tool_calls:
+            thinking = "\n\n".join(text for text in (last.thinking, message.thinking) if text) or None
+            content = f"{last.content}\n\n{message.content}"
+            joined[-1] = replace(last, content=content, thinking=thinking, ids=None)
+        else:
+            joined.append(message)
+    return tuple(joined)
+
+
+def _template_text(metadata: Mapping[str, Any], key: str) -> str | None:
+    text = metadata.get(key)
+    if text is not None and not isinstance(text, str):
+        raise ModelFileError(f"{key} is not a text")
+    return text
+
+
+def _one_line(message: object) -> str:
+    """Without control characters, and not too long to read."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(message)).split())
+    return text if len(text) <= 500 else f"{text[:500]}..."
