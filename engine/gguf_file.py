@@ -300,6 +300,15 @@ class GGUFFile:
         assert self._headers, "the file is closed"
         return self._headers[info.shard].bytes[info.offset : info.offset + info.nbytes]
 
+    def forget(self, name: str) -> None:
+        """Let the system drop a tensor's pages from this process's memory; reading it again brings them back."""
+        info = self.tensors[name]
+        header = self._headers[info.shard]
+        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            header.map.madvise(mmap.MADV_DONTNEED, start, length)
+
     def content_hash(self) -> str:
         """What model this is, wherever its file lies and however it is split: a SHA-256 in hex, in milliseconds.
 

@@ -25,7 +25,7 @@ from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
 from engine.kernels.target import detect
 from engine.kernels.workers import Workers
 from engine.kv_cache import BLOCK_SIZE, KVPool
-from engine.weights import Matrix, load_matrices, load_vector, zeroed
+from engine.weights import Matrix, Weights, load_vector, zeroed
 
 MAX_WANTED = 64
 """Rows of logits one step can return."""
@@ -94,7 +94,7 @@ class Model:
         self._compiled = CompiledKernels(detect(), progress)
         self._layers = _Layers(gguf, self.config)
         self._load_kernels()
-        self._weights = load_matrices(gguf, self._layers.matrices, threads, progress)
+        self._weights = Weights(gguf, self._layers.matrices, threads, progress)
         self._buffers = _Buffers(self)
         self._program = _Program(self, gguf)
         self._context = self._make_context()
@@ -107,7 +107,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        return self._weights.nbytes
+        return self._weights.memory.nbytes
 
     @property
     def kv_block_bytes(self) -> int:
@@ -205,6 +205,7 @@ class Model:
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used after this."""
         self._workers.close()
+        self._weights.close()
 
 
 def _kv_block_bytes(c: ModelConfig) -> int:
@@ -331,7 +332,7 @@ class _Program:
             "attn_v": (c.num_heads + c.num_kv_heads) * c.head_dim,
         }.get(name, 0)
         return (
-            self._model._weights.ctypes.data + m.offset,
+            self._model._weights.memory.ctypes.data + m.offset,
             self._model.kernel_address(m, "matmul"),
             self._model.kernel_address(m, "dequantize_row"),
             m.group_bytes,

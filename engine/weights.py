@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import giw_file
 from engine.errors import ModelFileError, OutOfMemoryError
 from engine.gguf_file import GGUFFile
 from engine.kernels.formats import FORMATS, ROWS, WeightFormat, lay_out
@@ -59,32 +61,57 @@ class Matrix:
         return self.num_groups * self.group_bytes
 
 
-def load_matrices(
-    gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
-) -> NDArray[np.uint8]:
-    """One stretch of memory with all matrices laid out, each at its `offset`. Sets the offsets."""
-    total = 0
-    for m in matrices:
-        m.offset = total
-        total += -(-m.num_bytes // PAGE) * PAGE
-    # Kernels prefetch past the last group; the addresses should be ours even so.
-    memory = zeroed(total + 2 * PREFETCH_BYTES)
-    done = 0
+class Weights:
+    """All matrices of a model in one stretch of memory, each at its `offset`.
 
-    def place(m: Matrix) -> int:
-        raw = gguf.data(m.name).reshape(m.num_rows, -1)
-        out = memory[m.offset : m.offset + m.num_bytes].reshape(m.num_groups, m.group_bytes)
-        # In strips that stay in the cache between being read and being written.
-        strip = max(1, (1 << 20) // m.group_bytes)
-        for g in range(0, m.num_groups, strip):
-            lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
-        return m.num_bytes
+    `memory` is a mapping of the model's `.giw` file, or, the first time, laid out here; then the file is written beside
+    whatever comes next, until `close` waits for it.
+    """
 
-    with ThreadPoolExecutor(threads) as pool:
-        for placed in pool.map(place, matrices):
-            done += placed
-            progress("loading weights", done / total)
-    return memory
+    def __init__(
+        self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
+    ) -> None:
+        total = 0
+        for m in matrices:
+            m.offset = total
+            total += -(-m.num_bytes // PAGE) * PAGE
+        # Kernels prefetch past the last group; the addresses should be ours even so.
+        total += 2 * PREFETCH_BYTES
+        self._writer: threading.Thread | None = None
+        key = giw_file.key_of(gguf.content_hash()) if total >= giw_file.WORTH_KEEPING else None
+        kept = giw_file.open_kept(key, total, threads) if key else None
+        if kept is not None:
+            self.memory = kept
+            return
+        self.memory = zeroed(total)
+        self._lay_out(gguf, matrices, threads, progress)
+        if key:
+            # Not a daemon: a program that ends at once still leaves the file behind.
+            self._writer = threading.Thread(target=giw_file.keep, args=(key, self.memory, 1), name="goinfer-giw")
+            self._writer.start()
+
+    def _lay_out(
+        self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
+    ) -> None:
+        def place(m: Matrix) -> int:
+            raw = gguf.data(m.name).reshape(m.num_rows, -1)
+            out = self.memory[m.offset : m.offset + m.num_bytes].reshape(m.num_groups, m.group_bytes)
+            # In strips that stay in the cache between being read and being written.
+            strip = max(1, (1 << 20) // m.group_bytes)
+            for g in range(0, m.num_groups, strip):
+                lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
+            gguf.forget(m.name)
+            return m.num_bytes
+
+        done = 0
+        with ThreadPoolExecutor(threads) as pool:
+            for placed in pool.map(place, matrices):
+                done += placed
+                progress("loading weights", done / len(self.memory))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
 
 
 def load_vector(gguf: GGUFFile, name: str, size: int) -> NDArray[np.float32]:

@@ -1,0 +1,155 @@
+"""`.giw` files: a model's weights as the kernels want them, so that a later start maps them instead of laying them out.
+
+    offset 0     one page: magic, version, key [32], number of bytes, CRC-32 of them, CRC-32 of what is before it
+    offset 4096  the weights, as in memory
+
+The key names the model's content and the layout's source. A file that does not match in every respect is not used and
+is written anew. Files are checked whole when they are opened: 4 GB a second. They are a cache: `make_room` removes
+those that were used least recently, and nothing is lost with any of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+from numpy.typing import NDArray
+
+from engine.kernels import formats
+
+MAGIC, VERSION = b"GIW weights\0", 1
+PAGE = 4096
+_HEADER = struct.Struct("<12sI32sQI")
+_STRETCH = 1 << 24
+CAP_ENVIRONMENT = "GOINFER_CHAT_WEIGHTS_GB"
+DEFAULT_CAP_BYTES = 20 * 10**9
+"""All `.giw` files together; GOINFER_CHAT_WEIGHTS_GB sets another cap, 0 keeps none."""
+WORTH_KEEPING = 256 << 20
+"""Smaller models are laid out in less time than a person notices."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """One `.giw` file, for listings."""
+
+    path: Path
+    num_bytes: int
+    used_at: float
+    """Seconds since the epoch."""
+
+
+def folder() -> Path:
+    return platformdirs.user_cache_path("goinfer-chat") / "weights"
+
+
+def cap_bytes() -> int:
+    """The cap in force."""
+    try:
+        return int(float(os.environ[CAP_ENVIRONMENT]) * 1e9)
+    except (KeyError, ValueError):
+        return DEFAULT_CAP_BYTES
+
+
+def key_of(content_hash: str) -> bytes:
+    """Identity [32] of a model's weights in the layout of this version."""
+    source = Path(formats.__file__).read_bytes()
+    return hashlib.sha256(content_hash.encode() + hashlib.sha256(source).digest()).digest()
+
+
+def path_of(key: bytes) -> Path:
+    return folder() / f"{key.hex()[:24]}.giw"
+
+
+def list_kept() -> list[KeptWeights]:
+    """All files, the one used last first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder().glob("*.giw"):
+            with contextlib.suppress(OSError):
+                info = path.stat()
+                found.append(KeptWeights(path, info.st_size, info.st_mtime))
+    return sorted(found, key=lambda kept: kept.used_at, reverse=True)
+
+
+def _checksum(data: NDArray[np.uint8], threads: int) -> int:
+    """CRC-32 of the CRC-32s of stretches, which several threads can share."""
+    parts = [data[i : i + _STRETCH] for i in range(0, len(data), _STRETCH)]
+    with ThreadPoolExecutor(threads) as pool:
+        return zlib.crc32(struct.pack(f"<{len(parts)}I", *pool.map(zlib.crc32, parts)))
+
+
+def open_kept(key: bytes, num_bytes: int, threads: int) -> NDArray[np.uint8] | None:
+    """The weights [num_bytes] u8, mapped read-only, or None if there is no file that is whole and belongs to them."""
+    path = path_of(key)
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            if info.st_size != PAGE + num_bytes or (hasattr(os, "getuid") and info.st_uid != os.getuid()):
+                return None
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    page = mapped[:PAGE]
+    magic, version, found, size, checksum = _HEADER.unpack_from(page)
+    (header_checksum,) = struct.unpack_from("<I", page, _HEADER.size)
+    right = (magic, version, found, size) == (MAGIC, VERSION, key, num_bytes)
+    if not right or header_checksum != zlib.crc32(page[: _HEADER.size]):
+        return None
+    weights = np.frombuffer(mapped, np.uint8)[PAGE:]
+    if _checksum(weights, threads) != checksum:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used now
+    return weights
+
+
+def keep(key: bytes, weights: NDArray[np.uint8], threads: int) -> None:
+    """Write a file, whole or not at all. A disk that is full, slow or read-only only costs the next start its time."""
+    path = path_of(key)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not make_room(PAGE + len(weights)):
+            return
+        header = _HEADER.pack(MAGIC, VERSION, key, len(weights), _checksum(weights, threads))
+        page = (header + struct.pack("<I", zlib.crc32(header))).ljust(PAGE, b"\0")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(page)
+                for i in range(0, len(weights), _STRETCH):
+                    file.write(weights[i : i + _STRETCH].data)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def make_room(num_bytes: int) -> bool:
+    """Remove what was used least recently until `num_bytes` more fit under the cap and on the disk; False if they cannot."""
+    for leftover in folder().glob("*.tmp"):
+        # Of a process that was killed; a writer that lives finishes within minutes.
+        with contextlib.suppress(OSError):
+            if leftover.stat().st_mtime < time.time() - 3600:
+                leftover.unlink()
+    kept = list_kept()
+    # Half of what is free stays free.
+    room = min(cap_bytes(), sum(k.num_bytes for k in kept) + shutil.disk_usage(folder()).free // 2)
+    if num_bytes > room:
+        return False
+    while kept and sum(k.num_bytes for k in kept) + num_bytes > room:
+        with contextlib.suppress(OSError):
+            kept.pop().path.unlink()
+    return True
+
