@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -122,6 +123,8 @@ class LocalEngine:
         self._check_ids(request.sampling.logit_bias, "the logit bias")
         if len(prompt_ids) >= self.info.context_size:
             raise ContextExceededError(len(prompt_ids), self.info.context_size)
+        if request.messages and self.template.stop:
+            request = replace(request, stop=(*request.stop, *self.template.stop))
         events = self._run(request, prompt_ids, submitted)
         self._runs.add(events)
         return events

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import sys
 import time
-import types
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -20,12 +18,6 @@ import numpy as np
 
 from engine.errors import TemplateError
 from engine.kv_cache import BLOCK_SIZE, KVPool
-
-try:
-    import engine.chat_template
-except ModuleNotFoundError:  # TEMPORARY
-    sys.modules["engine.chat_template"] = types.ModuleType("engine.chat_template")
-    sys.modules["engine.chat_template"].ChatTemplate = object
 
 END = 256
 CONTROL = 257
@@ -139,6 +131,7 @@ class StandInTemplate:
     """`role:content` and END for each message, then `assistant:`; kept ids stand for their content."""
 
     notices = ("a template of the tests",)
+    stop: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: StandInTokenizer) -> None:
         self.tokenizer = tokenizer

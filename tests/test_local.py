@@ -296,6 +296,16 @@ def test_info_names_the_model_and_every_notice(engine: LocalEngine) -> None:
     assert info.notices == ("a template of the tests", "a smaller context")
 
 
+def test_texts_that_end_a_turn_of_the_template_end_replies_to_messages_only() -> None:
+    start = len("user:hi") + 1 + len("assistant:")
+    script = [*b"fine\nuser: and", END]
+    with make(lambda position: script[position - start] if start <= position < start + len(script) else 65) as engine:
+        engine.template.stop = ("\nuser:",)
+        assert engine.chat("hi", stop=("zzz",)).text == "fine"
+        prompt = "x" * start
+        assert reply_of(engine.generate(raw(prompt, max_tokens=64))).text == "fine\nuser: and"
+
+
 def test_the_end_token_of_a_reply_is_left_to_the_template() -> None:
     script = [*b"fine", END]
     start = len("user:how are you") + 1 + len("assistant:")
