@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.quant import dequantize
+from engine.rope import cos_sin, frequencies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +104,13 @@ class ModelConfig:
         every = self.arch.local_layers
         return bool(self.window and every and layer % every < every - 1)
 
-    def rope_angles(self, num_positions: int, local: bool) -> NDArray[np.float64]:
-        """Angles [positions, rope_dim / 2] f64 by which pairs are rotated (Su et al. 2021, section 3.4)."""
+    def rope_tables(self, num_positions: int, local: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, rope_dim / 2] f32 by which a local layer, or another, rotates pairs."""
         base, scale = self.rope_base, self.rope_scale
         if local and self.arch.local_rope_base is not None:
             base, scale = self.arch.local_rope_base, 1.0
-        frequencies = base ** (-np.arange(0, self.rope_dim, 2, dtype=np.float64) / self.rope_dim) / scale
-        if self.rope_factors:
-            frequencies = frequencies / np.array(self.rope_factors, np.float64)
-        angles: NDArray[np.float64] = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
-        return angles
+        per_position = frequencies(base, self.rope_dim, scale=scale, factors=self.rope_factors)
+        return cos_sin(num_positions, per_position)
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:

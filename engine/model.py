@@ -354,8 +354,8 @@ class _Program:
         return len(self._activations) - 1
 
     def _rope_tables(self, local: bool) -> tuple[int, int]:
-        angles = self._config.rope_angles(self._model.max_positions, local)
-        return self._keep(np.cos(angles).astype(np.float32)), self._keep(np.sin(angles).astype(np.float32))
+        cos, sin = self._config.rope_tables(self._model.max_positions, local)
+        return self._keep(cos), self._keep(sin)
 
     def _vector(self, name: str, size: int) -> int:
         return self._keep(load_vector(self._gguf, f"{name}.weight", size))
