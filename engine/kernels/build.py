@@ -72,15 +72,20 @@ class CompiledKernels:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self.target = target
-        self._machine = llvm.Target.from_triple(target.triple).create_target_machine(
-            cpu=target.cpu, features=target.features, opt=3, jit=True
-        )
         self._loaded: dict[str, Any] = {}
         self._progress = progress or (lambda text, fraction: None)
         folder = cache_folder()
         self._folder = folder if _private_folder(folder) else None
         key = hashlib.sha256(repr((_source_digest(), llvm.llvm_version_info, target)).encode())
         self._key = key.hexdigest()[:24]
+
+    def _machine(self) -> Any:
+        """A code generator for the target. One for each use: what links with it owns and frees it."""
+        import llvmlite.binding as llvm
+
+        return llvm.Target.from_triple(self.target.triple).create_target_machine(
+            cpu=self.target.cpu, features=self.target.features, opt=3, jit=True
+        )
 
     def load(self, modules: Mapping[str, Emit]) -> None:
         """Make the functions of these modules callable, compiling what is not in the cache."""
@@ -135,16 +140,17 @@ class CompiledKernels:
 
         module = llvm.parse_assembly(text)
         module.verify()
-        builder = llvm.create_pass_builder(self._machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        machine = self._machine()
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
         builder.getModulePassManager().run(module, builder)
-        code: bytes = self._machine.emit_object(module)
+        code: bytes = machine.emit_object(module)
         return code
 
     def _link(self, name: str, code: bytes | None) -> None:
         import llvmlite.binding as llvm
 
         empty = llvm.parse_assembly(f'target triple = "{self.target.triple}"')
-        linker = llvm.create_mcjit_compiler(empty, self._machine)
+        linker = llvm.create_mcjit_compiler(empty, self._machine())
         linker.add_object_file(llvm.ObjectFileRef.from_data(code))
         linker.finalize_object()
         self._loaded[name] = linker
