@@ -507,12 +507,13 @@ def wait_until(address, value):
 @compiled
 def work(c, tid):
     """One thread's part of one step. The barrier's counter only grows, so nothing has to be reset."""
-    arrived = c.barrier_base
+    # Read before the last barrier: after it, the context may already hold the next step.
+    arrived, rows, wanted = c.barrier_base, c.num_rows, c.num_wanted
     for i in range(c.num_operations):
         op = operation_at(c.operations, i)
-        if op.wanted and c.num_wanted == 0:
+        if op.wanted and wanted == 0:
             continue
-        run(c, op, tid, c.num_wanted if op.wanted and op.code != Op.KEEP else c.num_rows, c.counters + i * LINE)
+        run(c, op, tid, wanted if op.wanted and op.code != Op.KEEP else rows, c.counters + i * LINE)
         arrived += c.num_threads
         if atomic_add(c.barrier, 1) + 1 < arrived:
             wait_until(c.barrier, arrived)
