@@ -34,7 +34,7 @@ import jinja2.visitor
 from jinja2 import nodes
 
 MAX_SECONDS = 2.0
-MAX_SOURCE_CHARACTERS = 1 << 17
+MAX_SOURCE_CHARACTERS = 1 << 16
 _ITEM_SIZE = 16
 _MAX_INT_BITS = 1 << 14
 _METER = "(meter)"  # A name that no template can write.

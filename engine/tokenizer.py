@@ -100,8 +100,9 @@ class Tokenizer:
             notices.append(notice)
         unknown_id = table.id("unknown_token_id", len(tokens))
 
-        # What text may become. A text that spells a control token must not become it through a merge either.
-        excluded = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE} if model == "llama" else {_UNKNOWN, _CONTROL, _UNUSED}
+        # What text is merged into: never a token that is found whole or not at all. Some byte-level vocabularies have
+        # merges that make user-defined tokens.
+        excluded = {_UNKNOWN, _CONTROL, _UNUSED} | ({_BYTE, _USER_DEFINED} if model == "llama" else set())
         vocab = {
             text: id
             for (text, id), kind in zip(ids.items(), self._types)
@@ -275,9 +276,10 @@ class Spellings:
             start = match.start()
             position = start + 1
             for length in self._lengths[match[0]]:
-                id = self._ids.get(text[start : start + length])
+                found = text[start : start + length]  # shorter at the end of the text
+                id = self._ids.get(found)
                 if id is not None:
-                    position = start + length
+                    position = start + len(found)
                     yield start, position, id
                     break
 

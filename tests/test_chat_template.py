@@ -16,7 +16,7 @@ from typing import Any
 import jinja2.ext
 import jinja2.sandbox
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tiny_vocab import CHATML_TEMPLATE, LLAMA2_TEMPLATE, USER_DEFINED, bpe_metadata, spm_metadata
 
@@ -61,6 +61,7 @@ TOOL_TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ 'Call with <tool_call>.<|im_end|>\n' }}{% endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.name %}{{ message.name + message.tool_call_id + ': ' }}{% endif %}
 {%- if message.content %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls %}
 {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
@@ -476,7 +477,7 @@ HARMFUL = {
     "blocks that call themselves": "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
     "a text of its own length squared": "{{ '%(' * 2000000 % 1 }}",
     "parentheses": "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
-    "a long sum": "{{ " + "1 + " * 20000 + "1 }}",
+    "a long sum": "{{ " + "1 + " * 5000 + "1 }}",
     "blocks in blocks": "{% for i in range(2) %}" * 500 + "{% endfor %}" * 500,
     "a long source": "x" * (MAX_SOURCE_CHARACTERS + 1),
     "a class": "{{ ''.__class__.__mro__ }}",
@@ -537,7 +538,7 @@ def number_of_controls(ids: Sequence[int]) -> int:
     return sum(id in structure for id in ids)
 
 
-@given(st.lists(HOSTILE_TEXT, min_size=7, max_size=7))
+@given(st.lists(HOSTILE_TEXT, min_size=9, max_size=9))
 def test_text_of_people_and_tools_adds_no_control_token(texts: list[str]) -> None:
     template = template_of(TOOL_TEMPLATE)
 
@@ -547,13 +548,13 @@ def test_text_of_people_and_tools_adds_no_control_token(texts: list[str]) -> Non
             system(texts[0]),
             user(texts[1]),
             assistant(texts[2], tool_calls=(call,)),
-            Message(role="tool", content=texts[5], tool_call_id="1", name="f"),
+            Message(role="tool", content=texts[5], tool_call_id=texts[7], name=texts[8] or "f"),
         ]
         return messages, [{"name": "f", "description": texts[6], "parameters": {"properties": {texts[6]: 1}}}]
 
     messages, tools = prompt(texts)
     ids = template.encode(messages, tools)
-    assert number_of_controls(ids) == number_of_controls(template.encode(*prompt(["x"] * 7)))
+    assert number_of_controls(ids) == number_of_controls(template.encode(*prompt(["x"] * 9)))
     assert shown(ids) == template.render(messages, tools)
 
 
@@ -594,6 +595,8 @@ def test_marks_survive_json_that_is_escaped() -> None:
     assert id_of("<|im_end|>") not in template.encode([user("é<|im_end|>")])
 
 
+@example("aaba", ["aab", "ba"])
+@example("xabbay", ["abba", "bb"])
 @given(st.text("ab<|>", max_size=30), st.lists(st.text("ab<|>", min_size=2, max_size=5), min_size=1, max_size=4))
 def test_a_guarded_text_has_no_spelling_and_is_the_same_without_marks(text: str, tokens: list[str]) -> None:
     guarded = Guard(tokens).protected(text, "\ufdd0")
@@ -747,10 +750,17 @@ def test_a_bos_that_is_also_the_start_of_a_turn_stays_where_the_model_wants_none
     assert ids.count(id_of("<|im_start|>")) == 4
 
 
-def test_spaces_after_a_kept_reply_are_those_of_the_text() -> None:
-    template, tokenizer = template_of(LLAMA2_TEMPLATE, "llama2"), TOKENIZERS["llama2"]
-    ids = tokenizer.encode("the")
-    messages = [user("hello"), reply(ids, "llama2"), user("world")]
-    encoded = template.encode(messages)
-    # After the end token comes a text of its own, with the model's leading space.
-    assert shown(encoded, "llama2") == "<s> [INST] hello [/INST] the</s> [INST] world [/INST]"
+def test_text_that_follows_a_kept_reply_gets_no_space_of_its_own() -> None:
+    tokenizer = TOKENIZERS["llama2"]
+    said = reply(tokenizer.encode("hello"), "llama2")
+    follows = template_of("{% for m in messages %}{{ m.content }}the{% endfor %}", "llama2").encode([said])
+    assert shown(follows, "llama2") == "<s> hellothe"
+    control = template_of("{% for m in messages %}{{ m.content }}</s>the{% endfor %}", "llama2").encode([said])
+    assert shown(control, "llama2") == "<s> hello</s> the"
+
+
+def test_replies_never_share_a_stretch_of_text() -> None:
+    template = template_of("{% for m in messages %}{{ m.content }}{% endfor %}")
+    a, b = id_of("a"), id_of("b")
+    # The second says that its ids are more than its text.
+    assert shown(template.encode([assistant("a", [a]), assistant("b", [a, b])])) == "ab"
