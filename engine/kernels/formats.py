@@ -11,6 +11,7 @@ or 2 bytes; unit u of row r lies at (u * 16 + r) * unit. See docs/kernels.md for
 
 In a block, one sub-block is a run of consecutive k with a scale of its own: 32 or 16 values of a K-quant, all 32 of
 the simple formats. `sub_block` gives its weights as vectors of 64 unsigned bytes, four consecutive k for each row.
+Sub-blocks are taken `unroll` at a time, so that shifts that repeat are constants: a shift by a variable costs more.
 The value of a weight is d * scale * (byte - bias) - dmin * min, or d * (byte - bias) + m for the simple formats.
 """
 
@@ -31,7 +32,21 @@ ROWS = 16
 """Weight rows of a group: the lanes of a vector."""
 
 Segment = tuple[int, int, int]
-SubBlock = Callable[[KernelBuilder, "Group", Value, Value], list[Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sub:
+    """Sub-block number i * unroll + part of a block: i is known when the kernel runs, part when it is made."""
+
+    i: Value
+    unroll: int
+    part: int
+
+    def index(self, b: KernelBuilder) -> Value:
+        return b.sum(b.times(self.i, self.unroll), self.part)
+
+
+SubBlock = Callable[[KernelBuilder, "Group", Sub], list[Value]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +69,13 @@ class WeightFormat:
     meta: tuple[Segment, ...]
     sub_size: int = 32
     sub_block: SubBlock | None = None
-    """(b, group, i, offset of i's first k in the block) -> sub_size / 4 vectors of 64 bytes. None: floats."""
+    """(b, group, sub) -> sub_size / 4 vectors of 64 bytes. None: the weights are floats."""
+    unroll: int = 1
     prepare: Callable[[KernelBuilder, Group], None] = lambda b, g: None
-    scale: Callable[[KernelBuilder, Group, Int], Value] | None = None
-    """Scale of sub-block i as <16 x i32>; None: the format has one scale a block."""
-    minimum: Callable[[KernelBuilder, Group, Int], Value] | None = None
-    """Min of sub-block i as <16 x i32>, not negative."""
+    scale: Callable[[KernelBuilder, Group, Sub], Value] | None = None
+    """Scale of a sub-block as <16 x i32>; None: the format has one scale a block."""
+    minimum: Callable[[KernelBuilder, Group, Sub], Value] | None = None
+    """Min of a sub-block as <16 x i32>, not negative."""
     scale_at: int = 0
     """Offset in the meta of the f16 d (2-byte units) or of the pair d, dmin or d, m (4-byte units)."""
     has_second: bool = False
@@ -84,6 +100,10 @@ class WeightFormat:
     @property
     def num_subs(self) -> int:
         return self.span // self.sub_size
+
+    def fixed(self, index: int) -> Sub:
+        """A sub-block whose number is known when the kernel is made."""
+        return Sub(I64(index // self.unroll), self.unroll, index % self.unroll)
 
     @property
     def words_bytes(self) -> int:
@@ -142,12 +162,6 @@ def _bits(b: KernelBuilder, word: Value, shift: Int, mask: int, up: int = 0) -> 
     return b.shl(x, fill(VI, up)) if up else x
 
 
-def _part(b: KernelBuilder, i: Value, shift: int, mask: int) -> Value:
-    """(i >> shift) & mask of an i64."""
-    x = b.lshr(i, I64(shift)) if shift else i
-    return b.and_(x, I64(mask))
-
-
 def _words(b: KernelBuilder, g: Group, first: Int, count: int, base: int = 0) -> list[Value]:
     """Words first .. first + count of the words plane, in a segment that starts `base` words in."""
     offset = b.times(first, 64)
@@ -183,11 +197,11 @@ def _nibble_halves(b: KernelBuilder, g: Group) -> list[Value]:
     return [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
 
 
-def _q4_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _q4_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     return _as_bytes(b, _nibble_halves(b, g))
 
 
-def _q5_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _q5_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     # The fifth bits come first in the meta; `_spread_fifth_bits` put bit 4w + j at bit w of byte j.
     high = b.read(VI, g.meta)
     return _as_bytes(b, [b.or_(w, _bits(b, high, q, 1, 4)) for q, w in enumerate(_nibble_halves(b, g))])
@@ -204,38 +218,40 @@ def _spread_fifth_bits(offset: int) -> Callable[[NDArray[np.uint8]], NDArray[np.
     return permute
 
 
-def _q8_0(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _q8_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     """Signed bytes in the file; + 128 makes them unsigned."""
     return _as_bytes(b, [b.xor(w, fill(VI, -0x7F7F7F80)) for w in _words(b, g, 0, 8)])
 
 
-def _iq4_nl(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _iq4_nl(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     return [_lookup_iq4(b, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
 
 
 # ---------------------------------------------------------------- the K-quants: 256 values in sub-blocks
-def _byte_of(b: KernelBuilder, base: Value, i: Int, *offset: int) -> Value:
-    """Byte i of the four-byte words that start at base + offset, as <16 x i32>."""
-    if isinstance(i, int):
-        word = b.read(VI, base, *offset, 64 * (i >> 2))
-        return b.and_(_shift(b, word, 8 * (i & 3)), fill(VI, 255))
-    word = b.read(VI, base, *offset, b.times(_part(b, i, 2, 63), 64))
-    return b.and_(_shift(b, word, b.times(_part(b, i, 0, 3), 8)), fill(VI, 255))
+def _byte_of(b: KernelBuilder, base: Value, sub: Sub, *offset: int) -> Value:
+    """Byte number `sub` of the four-byte words that start at base + offset, as <16 x i32>."""
+    if sub.unroll % 4 == 0:
+        word = b.read(VI, base, b.times(sub.i, 16 * sub.unroll), 64 * (sub.part // 4), *offset)
+        return b.and_(_shift(b, word, 8 * (sub.part % 4)), fill(VI, 255))
+    index = sub.index(b)
+    word = b.read(VI, base, b.times(b.lshr(index, I64(2)), 64), *offset)
+    return b.and_(_shift(b, word, b.times(b.and_(index, I64(3)), 8)), fill(VI, 255))
 
 
-def _q4_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
-    """Word w of pair i / 2: sub-block i in the low bits when i is even, in the high bits when odd."""
-    shift = b.times(_part(b, i, 0, 1), 4)
-    return _as_bytes(b, [_bits(b, w, shift, 15) for w in _words(b, g, b.times(_part(b, i, 1, 3), 8), 8)])
+def _q4_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+    """Word w of pair `sub` / 2: in the low bits when `sub` is even, in the high bits when it is odd."""
+    words = _words(b, g, b.sum(b.times(sub.i, 4 * sub.unroll), 8 * (sub.part // 2)), 8)
+    return _as_bytes(b, [_bits(b, w, 4 * (sub.part % 2), 15) for w in words])
 
 
-def _q5_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
-    """As Q4_K; bit i of byte j of the second segment is the fifth bit of value j of sub-block i."""
-    low_shift = b.times(_part(b, i, 0, 1), 4)
-    low = _words(b, g, b.times(_part(b, i, 1, 3), 8), 8)
+def _q5_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+    """As Q4_K; bit `sub` of byte j of the second segment is the fifth bit of value j."""
+    low = _words(b, g, b.sum(b.times(sub.i, 4 * sub.unroll), 8 * (sub.part // 2)), 8)
     high = _words(b, g, 0, 8, base=32)
+    bit = sub.part if sub.unroll == 8 else sub.index(b)
     return _as_bytes(
-        b, [b.or_(_bits(b, x, low_shift, 15), _bits(b, h, i, 1, 4)) for x, h in zip(low, high, strict=True)]
+        b,
+        [b.or_(_bits(b, x, 4 * (sub.part % 2), 15), _bits(b, h, bit, 1, 4)) for x, h in zip(low, high, strict=True)],
     )
 
 
@@ -252,58 +268,58 @@ def _k_scales(b: KernelBuilder, g: Group) -> None:
         b.write(x, g.scratch, 64 * n)
 
 
-def _k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
-    return _byte_of(b, g.scratch, i)
+def _k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
+    return _byte_of(b, g.scratch, sub)
 
 
-def _k_min(b: KernelBuilder, g: Group, i: Int) -> Value:
-    return _byte_of(b, g.scratch, i, 128)
+def _k_min(b: KernelBuilder, g: Group, sub: Sub) -> Value:
+    return _byte_of(b, g.scratch, sub, 128)
 
 
-def _six_bit_parts(b: KernelBuilder, i: Value) -> tuple[Value, Value, Value]:
-    """Sub-block i = 8 n + 2 j + s of 16: half n of the block, bit pair j, 16-value half s."""
-    return _part(b, i, 3, 1), _part(b, i, 1, 3), _part(b, i, 0, 1)
+def _sixteens(b: KernelBuilder, sub: Sub) -> tuple[Value, Value, int]:
+    """Sub-block 8 n + 2 j + s of 16 values: half n of the block, bit pair j, 16-value half s."""
+    assert sub.unroll == 2
+    return b.lshr(sub.i, I64(2)), b.and_(sub.i, I64(3)), sub.part
 
 
-def _q6_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _q6_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     """Low bits: nibble j / 2 of word 16 n + 8 (j & 1) + 4 s + w; high bits: pair j of word 8 n + 4 s + w."""
-    n, j, s = _six_bit_parts(b, i)
-    low_shift, high_shift = b.times(_part(b, j, 1, 1), 4), b.times(j, 2)
-    low = _words(b, g, b.sum(b.times(n, 16), b.times(_part(b, j, 0, 1), 8), b.times(s, 4)), 4)
-    high = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4, base=32)
-    return _as_bytes(
-        b, [b.or_(_bits(b, x, low_shift, 15), _bits(b, h, high_shift, 3, 4)) for x, h in zip(low, high, strict=True)]
-    )
+    n, j, s = _sixteens(b, sub)
+    low = _words(b, g, b.sum(b.times(n, 16), b.times(b.and_(j, I64(1)), 8), 4 * s), 4)
+    high = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4, base=32)
+    nibble = b.times(b.lshr(j, I64(1)), 4)
+    # One rotation brings pair j to bits 4 and 5 of each byte, whichever way it has to go.
+    turn = b.splat(b.trunc(b.sub(b.times(j, 2), I64(4)), I32))
+    pairs = [_and(b, b.intrinsic("llvm.fshr.v16i32", VI, h, h, turn), 0x30) for h in high]
+    return _as_bytes(b, [b.or_(_bits(b, x, nibble, 15), h) for x, h in zip(low, pairs, strict=True)])
 
 
-def _q6_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+def _q6_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     """Signed bytes."""
-    return b.ashr(b.shl(_byte_of(b, g.meta, i), fill(VI, 24)), fill(VI, 24))
+    return b.ashr(b.shl(_byte_of(b, g.meta, sub), fill(VI, 24)), fill(VI, 24))
 
 
-def _q2_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
-    n, j, s = _six_bit_parts(b, i)
-    words = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4)
+def _q2_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+    n, j, s = _sixteens(b, sub)
+    words = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4)
     return _as_bytes(b, [_bits(b, w, b.times(j, 2), 3) for w in words])
 
 
-def _q2_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
-    return b.and_(_byte_of(b, g.meta, i, 64), fill(VI, 15))
+def _q2_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
+    return b.and_(_byte_of(b, g.meta, sub, 64), fill(VI, 15))
 
 
-def _q2_k_min(b: KernelBuilder, g: Group, i: Int) -> Value:
-    return b.lshr(_byte_of(b, g.meta, i, 64), fill(VI, 4))
+def _q2_k_min(b: KernelBuilder, g: Group, sub: Sub) -> Value:
+    return b.lshr(_byte_of(b, g.meta, sub, 64), fill(VI, 4))
 
 
-def _q3_k(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
+def _q3_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     """Two low bits as Q2_K; bit 4 n + j of byte l of the second segment is the third."""
-    n, j, s = _six_bit_parts(b, i)
-    low = _words(b, g, b.sum(b.times(n, 8), b.times(s, 4)), 4)
-    high = _words(b, g, b.times(s, 4), 4, base=16)
-    bit = b.sum(b.times(n, 4), j)
-    return _as_bytes(
-        b, [b.or_(_bits(b, x, b.times(j, 2), 3), _bits(b, h, bit, 1, 2)) for x, h in zip(low, high, strict=True)]
-    )
+    n, j, s = _sixteens(b, sub)
+    low = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4)
+    high = _words(b, g, 4 * s, 4, base=16)
+    two, bit = b.times(j, 2), b.sum(b.times(n, 4), j)
+    return _as_bytes(b, [b.or_(_bits(b, x, two, 3), _bits(b, h, bit, 1, 2)) for x, h in zip(low, high, strict=True)])
 
 
 def _q3_k_scales(b: KernelBuilder, g: Group) -> None:
@@ -314,19 +330,19 @@ def _q3_k_scales(b: KernelBuilder, g: Group) -> None:
         b.write(b.or_(low, _bits(b, words[2], 2 * q, 3, 4)), g.scratch, 64 * q)
 
 
-def _q3_k_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
-    return b.sub(_byte_of(b, g.scratch, i), fill(VI, 32))
+def _q3_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
+    return b.sub(_byte_of(b, g.scratch, sub), fill(VI, 32))
 
 
-def _iq4_xs(b: KernelBuilder, g: Group, i: Value, k: Value) -> list[Value]:
-    words = _words(b, g, b.times(i, 4), 4)
+def _iq4_xs(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+    words = _words(b, g, b.times(sub.index(b), 4), 4)
     codes = [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
     return [_lookup_iq4(b, b.bitcast(c, VB), g.target) for c in codes]
 
 
-def _iq4_xs_scale(b: KernelBuilder, g: Group, i: Int) -> Value:
+def _iq4_xs_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     """Four low bits from a word, two high bits from the 16 that follow d."""
-    four, two = (4 * i, 2 * i) if isinstance(i, int) else (b.times(i, 4), b.times(i, 2))
+    four, two = b.times(sub.index(b), 4), b.times(sub.index(b), 2)
     low = b.and_(_shift(b, b.read(VI, g.meta, 64), four), fill(VI, 15))
     high = b.zext(b.read(vector(I16, 16), g.meta, 32), VI)
     high = b.shl(b.and_(_shift(b, high, two), fill(VI, 3)), fill(VI, 4))
@@ -366,24 +382,24 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True
             ),
             WeightFormat(
-                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
+                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k, unroll=2,
                 scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
             ),
             WeightFormat(
                 type=_T.Q3_K, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
-                sub_block=_q3_k, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
+                sub_block=_q3_k, unroll=2, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
             ),
             WeightFormat(
-                type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q4_k,
+                type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q4_k, unroll=2,
                 prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
             ),
             WeightFormat(
-                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
+                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k, unroll=2,
                 prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
             ),
             WeightFormat(
                 type=_T.Q6_K, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
-                sub_block=_q6_k, scale=_q6_k_scale, scale_at=256, bias=32,
+                sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32,
             ),
             WeightFormat(
                 type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs, scale=_iq4_xs_scale,

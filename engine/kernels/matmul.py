@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kernels.formats import Group, WeightFormat, block_scales
+from engine.kernels.formats import Group, Sub, WeightFormat, block_scales
 from engine.kernels.ir import (
     F32,
     I16,
@@ -128,7 +128,13 @@ class Tile:
         return 0 if self.signed else self.fmt.bias
 
     def emit(
-        self, b: KernelBuilder, groups: Sequence[Value], next_group: Int, rows: Sequence[Value], blocks: Value, fetch: bool
+        self,
+        b: KernelBuilder,
+        groups: Sequence[Value],
+        next_group: Int,
+        rows: Sequence[Value],
+        blocks: Value,
+        fetch: bool,
     ) -> list[list[Value]]:
         """Slots with the float sums [group][row] of <16 x f32>. `fetch`: prefetch weights, also of the next group."""
         if self.fmt.sub_block is None:
@@ -148,33 +154,33 @@ class Tile:
                 at.append(Group(words, meta, memory, self.target))
                 fmt.prepare(b, at[-1])
             sums = [b.variables(len(rows), fill(VI, 0)) for _ in groups]
-            if fmt.scale is None:
-                self._sub_block(b, at, rows, s, I64(0), sums, fetch)
-            else:
-                with b.loop(fmt.num_subs) as i:
-                    self._sub_block(b, at, rows, s, i, sums, fetch)
+            with b.loop(fmt.num_subs // fmt.unroll) as i:
+                for part in range(fmt.unroll):
+                    self._sub_block(b, at, rows, blocks, s, Sub(i, fmt.unroll, part), sums, fetch)
             for g, slots, total in zip(at, sums, totals, strict=True):
                 self._float_step(b, g, rows, blocks, s, slots, total)
         return totals
 
     def _sub_block(
-        self, b: KernelBuilder, groups: list[Group], rows: Sequence[Value], s: Value, i: Value,
+        self, b: KernelBuilder, groups: list[Group], rows: Sequence[Value], blocks: Value, s: Value, sub: Sub,
         sums: list[list[Value]], fetch: bool,
     ) -> None:  # fmt: skip
-        """sums += scale of sub-block i * its dot products."""
+        """sums += scale of the sub-block * its dot products."""
         fmt, num_rows = self.fmt, len(rows)
         # With few rows the dot product's latency shows: independent sums hide it.
         chains = 1 if num_rows * len(groups) >= 4 else 4 // (num_rows * len(groups))
-        k = b.times(i, fmt.sub_size)
+        k = b.times(sub.index(b), fmt.sub_size)
         if fetch:
             stride = fmt.words_bytes // fmt.num_subs
             for g in groups:
                 for offset in range(0, stride, 64):
-                    b.prefetch(b.at(g.words, b.times(i, stride), offset + PREFETCH_BYTES))
-        weights = [fmt.sub_block(b, g, i, k) for g in groups] if fmt.sub_block else []
+                    b.prefetch(b.at(g.words, b.times(sub.index(b), stride), offset + PREFETCH_BYTES))
+        weights = [fmt.sub_block(b, g, sub) for g in groups] if fmt.sub_block else []
         if self.signed:
             weights = [[b.xor(w, fill(VB, -128)) for w in of_group] for of_group in weights]
-        acc = [[[fill(VI, 0)] * chains for _ in rows] for _ in groups]
+        none = fill(VI, 0)
+        start = [self._start(b, a, blocks, s) for a in rows]
+        acc = [[[first] + [none] * (chains - 1) for first in start] for _ in groups]
         for q in range(fmt.sub_size // 4):
             for t, a in enumerate(rows):
                 quad = b.bitcast(b.broadcast(I32, a, b.times(s, fmt.span), k, 4 * q), VB)
@@ -182,7 +188,7 @@ class Tile:
                     c = q % chains
                     acc[n][t][c] = dot4(b, self.target, self.signed, acc[n][t][c], weights[n][q], quad)
         for n, g in enumerate(groups):
-            scale = fmt.scale(b, g, i) if fmt.scale else None
+            scale = fmt.scale(b, g, sub) if fmt.scale else None
             for t in range(num_rows):
                 x = acc[n][t][0]
                 for extra in acc[n][t][1:]:
@@ -190,6 +196,13 @@ class Tile:
                 if scale is not None:
                     x = b.mul(x, scale)
                 b.store(b.add(b.get(sums[n][t], VI), x), sums[n][t])
+
+    def _start(self, b: KernelBuilder, a: Value, blocks: Value, s: Value) -> Value:
+        """Where a block's sum begins: for a simple format at -bias * the sum of its activations."""
+        if self.fmt.span != 32 or not self.bias:
+            return fill(VI, 0)
+        minus_sum = b.broadcast(I32, a, self.layout.after(b, blocks, 4), b.times(s, 4))
+        return b.shl(minus_sum, fill(VI, self.bias.bit_length() - 1))
 
     def _float_step(
         self, b: KernelBuilder, g: Group, rows: Sequence[Value], blocks: Value, s: Value,
@@ -213,9 +226,6 @@ class Tile:
                     whole = b.sub(whole, b.mul(corrections, fill(VI, self.bias)))
                 else:
                     offset = b.fmul(second, b.sitofp(corrections, VF))
-            elif fmt.span == 32 and self.bias:
-                minus_sum = b.broadcast(I32, a, layout.after(b, blocks, 4), b.times(s, 4))
-                whole = b.add(whole, b.mul(minus_sum, fill(VI, self.bias)))
             value = b.fmul(d, b.sitofp(whole, VF))
             if fmt.minimum is not None:
                 value = b.fsub(value, offset)
@@ -234,12 +244,18 @@ class Tile:
             return []
         pairs = []
         for i in range(0, fmt.num_subs, 2):
-            low, high = b.and_(factor(b, g, i), fill(VI, 0xFFFF)), b.shl(factor(b, g, i + 1), fill(VI, 16))
-            pairs.append(b.or_(low, high))
+            low, high = (factor(b, g, fmt.fixed(n)) for n in (i, i + 1))
+            pairs.append(b.or_(b.and_(low, fill(VI, 0xFFFF)), b.shl(high, fill(VI, 16))))
         return pairs
 
     def _emit_floats(
-        self, b: KernelBuilder, groups: Sequence[Value], next_group: Int, rows: Sequence[Value], blocks: Value, fetch: bool
+        self,
+        b: KernelBuilder,
+        groups: Sequence[Value],
+        next_group: Int,
+        rows: Sequence[Value],
+        blocks: Value,
+        fetch: bool,
     ) -> list[list[Value]]:
         """Float weights: even and odd k are summed apart in ascending order, then together."""
         fmt = self.fmt
@@ -344,23 +360,24 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
             g = Group(words, meta, scratch, target)
             fmt.prepare(b, g)
             d, second = block_scales(b, fmt, meta)
-            with b.loop(fmt.num_subs) as i:
-                step, least = d, None
-                if fmt.scale is not None:
-                    step = b.fmul(d, b.sitofp(fmt.scale(b, g, i), VF))
-                if fmt.minimum is not None:
-                    least = b.fmul(second, b.sitofp(fmt.minimum(b, g, i), VF))
-                k = b.times(i, fmt.sub_size)
-                for q, quad in enumerate(fmt.sub_block(b, g, i, k)):
-                    for j in range(4):
-                        byte = b.and_(b.lshr(b.bitcast(quad, VI), fill(VI, 8 * j)), fill(VI, 255))
-                        value = b.fmul(step, b.sitofp(b.sub(byte, fill(VI, fmt.bias)), VF))
-                        if least is not None:
-                            value = b.fsub(value, least)
-                        elif second is not None:
-                            value = b.fadd(value, second)
-                        place = b.times(b.sum(b.times(s, fmt.span), k, 4 * q + j), 4)
-                        b.write(b.extract_element(value, lane), out, place)
+            with b.loop(fmt.num_subs // fmt.unroll) as i:
+                for part in range(fmt.unroll):
+                    sub = Sub(i, fmt.unroll, part)
+                    step, least = d, None
+                    if fmt.scale is not None:
+                        step = b.fmul(d, b.sitofp(fmt.scale(b, g, sub), VF))
+                    if fmt.minimum is not None:
+                        least = b.fmul(second, b.sitofp(fmt.minimum(b, g, sub), VF))
+                    k = b.sum(b.times(s, fmt.span), b.times(sub.index(b), fmt.sub_size))
+                    for q, quad in enumerate(fmt.sub_block(b, g, sub)):
+                        for j in range(4):
+                            byte = b.and_(b.lshr(b.bitcast(quad, VI), fill(VI, 8 * j)), fill(VI, 255))
+                            value = b.fmul(step, b.sitofp(b.sub(byte, fill(VI, fmt.bias)), VF))
+                            if least is not None:
+                                value = b.fsub(value, least)
+                            elif second is not None:
+                                value = b.fadd(value, second)
+                            b.write(b.extract_element(value, lane), out, b.times(b.sum(k, 4 * q + j), 4))
 
     return emit
 
