@@ -1,0 +1,426 @@
+"""`.giw-kv` files: the processed memory of one conversation on disk, so that a restart costs no prefill.
+
+    header   what the keys and values belong to
+    record   at most 64 positions of one block: their ids and their K/V; or: so many positions are left
+    record   ...
+
+A file only grows: `save` compares the ids it holds with those of a table, cuts off what no longer holds and appends
+what is new. When more than half of it would be dead it is written anew and put in its place. By the numerics contract
+the same ids have the same K/V, so ids are all that must be compared.
+
+Every byte is covered by a checksum. That of a record starts from that of the record before, and the first from the
+header's, which holds a random number: a record counts at one place of one file. Whatever is damaged costs itself and
+what follows. K/V are checked when they are read, before anything can use them. docs/giw-kv.md has every byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cpu import usable_threads
+from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
+from engine.kv_folder import (
+    KVFileError,
+    KVFileLockedError,
+    create_locked,
+    is_at,
+    open_locked,
+    sync_folder,
+    temporary_of,
+)
+from engine.kv_layout import MAX_HEADER_BYTES, HeaderError, Identity, KVLayout, pack_header, read_header
+
+__all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
+
+MAX_PIECES = 8
+"""Records that hold a block, on average, before a file is written anew: each costs a third of a millisecond to read."""
+
+_RECORD = struct.Struct("<IIII")
+_CHECK = struct.Struct("<I")
+_HEAD_BYTES = _RECORD.size + _CHECK.size
+_ADD, _CUT = 0x2B2B2B2B, 0x2D2D2D2D
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did."""
+
+    num_bytes: int
+    """Written to the disk."""
+    num_positions: int
+    """In the file now: all of the table's."""
+    rewritten: bool
+    """The file was written whole: it is new, or had too many dead bytes."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Where positions start .. start + count - 1 lie: the first of the `total` of a record."""
+
+    start: int
+    count: int
+    total: int
+    offset: int
+    """Of the K/V in the file."""
+    checksum: int
+    """CRC-32 of the K/V of all `total`."""
+
+
+class _Log:
+    """The records of an open file: read from its start, appended to its good end."""
+
+    def __init__(self, descriptor: int, layout: KVLayout, header: bytes) -> None:
+        self.descriptor = descriptor
+        self.end = len(header)
+        """Bytes up to the end of the last good record."""
+        self.length = 0
+        """Positions according to the records."""
+        self.ids: list[int] = []
+        """Of the positions that can be used, as far as is known: fewer than `length` where K/V are damaged."""
+        self.pieces: list[_Piece] = []
+        self._layout = layout
+        self._header_bytes = len(header)
+        self._check = zlib.crc32(header)
+
+    @classmethod
+    def create(cls, descriptor: int, identity: Identity) -> _Log:
+        """In an empty file. Raises OSError."""
+        header = pack_header(identity, secrets.token_bytes(16))
+        _write(descriptor, [header], 0)
+        return cls(descriptor, identity.layout, header)
+
+    def bytes_of(self, num_positions: int, num_pieces: int) -> int:
+        """Size of a file in which nothing is dead."""
+        return self._header_bytes + num_positions * (4 + self._layout.position_bytes) + num_pieces * _HEAD_BYTES
+
+    def add(self, ids: Sequence[int], packed: NDArray[np.uint8]) -> None:
+        """Append positions of one block with their K/V. Raises OSError, with the file as before."""
+        start, count, checksum = self.length, len(ids), zlib.crc32(packed.data)
+        assert start == len(self.ids)
+        assert 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE
+        assert len(packed) == count * self._layout.position_bytes
+        self._append(_RECORD.pack(_ADD, start, count, checksum), np.array(ids, "<u4").tobytes(), packed)
+        self._added(ids, _Piece(start, count, count, self.end - len(packed), checksum))
+
+    def cut(self, length: int) -> None:
+        """Append that `length` positions are left. Raises OSError, with the file as before."""
+        self._append(_RECORD.pack(_CUT, length, 0, 0), b"", np.empty(0, np.uint8))
+        self.length = length
+        self.drop(length)
+
+    def drop(self, length: int) -> None:
+        """Forget what lies behind the first `length` positions, here and not in the file."""
+        del self.ids[length:]
+        while self.pieces and self.pieces[-1].start >= length:
+            self.pieces.pop()
+        if self.pieces:
+            self.pieces[-1].count = min(self.pieces[-1].count, length - self.pieces[-1].start)
+
+    def _added(self, ids: Sequence[int], piece: _Piece) -> None:
+        self.ids += ids
+        self.length += len(ids)
+        self.pieces.append(piece)
+
+    def _append(self, record: bytes, ids: bytes, packed: NDArray[np.uint8]) -> None:
+        check = zlib.crc32(ids, zlib.crc32(record, self._check))
+        head = record + _CHECK.pack(check) + ids
+        try:
+            if os.fstat(self.descriptor).st_size > self.end:  # what a crash left of a record
+                os.ftruncate(self.descriptor, self.end)
+            _write(self.descriptor, [head, packed.data], self.end)
+        except OSError:
+            with contextlib.suppress(OSError):  # without it a reader finds the good end all the same
+                os.ftruncate(self.descriptor, self.end)
+            raise
+        self.end += len(head) + len(packed)
+        self._check = check
+
+    def read_heads(self) -> bool:
+        """Take in the records up to the end of the file, or to the first that is not whole and right: then False.
+
+        K/V are left for `load` to check. Raises OSError.
+        """
+        size = os.fstat(self.descriptor).st_size
+        while self.end < size and self._read_head(size):
+            pass
+        return self.end == size
+
+    def _read_head(self, size: int) -> bool:
+        head = os.pread(self.descriptor, _HEAD_BYTES + 4 * BLOCK_SIZE, self.end)
+        if len(head) < _HEAD_BYTES:
+            return False
+        kind, start, count, checksum = _RECORD.unpack_from(head)
+        ids = head[_HEAD_BYTES : _HEAD_BYTES + 4 * min(count, BLOCK_SIZE)]
+        check = zlib.crc32(ids, zlib.crc32(head[: _RECORD.size], self._check))
+        if len(ids) != 4 * count or _CHECK.unpack_from(head, _RECORD.size) != (check,):
+            return False
+        offset = self.end + _HEAD_BYTES + len(ids)
+        end = offset + count * self._layout.position_bytes
+        if kind == _ADD and start == self.length and 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE and end <= size:
+            self._added(np.frombuffer(ids, "<u4").tolist(), _Piece(start, count, count, offset, checksum))
+        elif kind == _CUT and start <= self.length and count == 0:
+            self.length = start
+            self.drop(start)
+        else:
+            return False
+        self.end, self._check = end, check
+        return True
+
+    def load(self, piece: _Piece, block: NDArray[np.uint8], first: int, last: int) -> bool:
+        """Put the K/V of positions first .. last - 1 of a piece into their block; False if they are damaged."""
+        if first == piece.start and piece.count == BLOCK_SIZE:
+            # The block is this piece and nothing else: read it in place. It stays unreachable until it is right.
+            if _read(self.descriptor, block, piece.offset) and zlib.crc32(block.data) == piece.checksum:
+                return True
+            block.fill(0)  # attention relies on finite numbers, also where it does not look
+            return False
+        packed = np.empty(piece.total * self._layout.position_bytes, np.uint8)
+        if not _read(self.descriptor, packed, piece.offset) or zlib.crc32(packed.data) != piece.checksum:
+            return False
+        slot = first % BLOCK_SIZE
+        self._layout.scatter(packed, first - piece.start, block, slot, slot + last - first)
+        return True
+
+
+class KVFile:
+    """One conversation's file, which nobody else may write until `close`. Usable as a context manager.
+
+    For one thread at a time. Nothing on the disk is created or changed before the first `save`.
+    """
+
+    @classmethod
+    def open(cls, path: Path, identity: Identity) -> Self:
+        """Open a file, or the place for one. `ids` says what can be restored, `problem` why that is not all.
+
+        Raises KVFileLockedError if the file is in use, KVFileError for what must not or cannot be opened: a symbolic
+        link, what is no regular file, another user's file, no permission.
+        """
+        return cls(path, identity, open_locked(path))
+
+    def __init__(self, path: Path, identity: Identity, descriptor: int | None) -> None:
+        """For `open`."""
+        self.path = path
+        self.identity = identity
+        self.problem: str | None = None
+        """Why the file, or a part of it, cannot be used: one line for people. `restore` may find more damage."""
+        self._descriptor = descriptor
+        self._log: _Log | None = None  # None: the next save writes a new file
+        self._closed = False
+        if descriptor is None:
+            self.problem = "file missing"
+            return
+        try:
+            self._read(descriptor)
+        except HeaderError as error:
+            self.problem = str(error)
+        except OSError as error:
+            self.problem = f"it cannot be read: {error.strerror or error}"
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the positions that can be restored, as far as is known. Not to be changed."""
+        return self._log.ids if self._log else []
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file; 0 if there is none that can be used."""
+        return self._log.end if self._log else 0
+
+    @property
+    def dead_bytes(self) -> int:
+        """Those of `num_bytes` that hold nothing of use."""
+        return self._log.end - self._log.bytes_of(len(self._log.ids), len(self._log.pieces)) if self._log else 0
+
+    def restore(self, table: BlockTable, pool: KVPool, length: int) -> int:
+        """Give a table that holds a start of `ids`, or nothing, the positions up to `length`, at most all of them.
+
+        Each byte is checked before the table has its position. Returns the positions added: fewer where the file is
+        damaged, and then `ids` ends there and `problem` says so. Raises CacheFullError, with nothing changed.
+        """
+        first = len(table)
+        assert first <= length <= len(self.ids)
+        assert table.ids == self.ids[:first], "the table is of another conversation"
+        log = self._log
+        if log is None or first == length:
+            return 0
+        assert pool.block_bytes == self.identity.layout.block_bytes
+        table.reserve(length - first)
+
+        def load(piece: _Piece) -> bool:
+            start, end = max(first, piece.start), min(length, piece.start + piece.count)
+            return log.load(piece, pool.memory[table.blocks[start // BLOCK_SIZE]], start, end)
+
+        pieces = [p for p in log.pieces if p.start < length and p.start + p.count > first]
+        with ThreadPoolExecutor(usable_threads()) as threads:  # reading and checksums let go of the GIL
+            num_good = len(list(takewhile(bool, threads.map(load, pieces))))
+        good = length if num_good == len(pieces) else max(first, pieces[num_good].start)
+        table.append(self.ids[first:good])
+        table.truncate(good)
+        if good < length:
+            log.drop(good)
+            self._damaged()
+        with contextlib.suppress(OSError):
+            os.utime(log.descriptor)  # used now
+        return good - first
+
+    def save(self, table: BlockTable, pool: KVPool, *, sync: bool = False) -> Saved:
+        """Make the file hold what the table holds: write what it lacks, or all of it if too much would be dead.
+
+        What a save has returned survives the death of this process and, with `sync`, of the machine. Raises
+        KVFileLockedError or KVFileError (disk full, no permission): the file is good up to where it got.
+        """
+        assert not self._closed
+        assert pool.block_bytes == self.identity.layout.block_bytes
+        try:
+            log = self._usable_log()
+            if log is None and not len(table):
+                return Saved(0, 0, rewritten=False)
+            if log is None or self._worth_rewriting(log, len(table), common_start(log.ids, table.ids)):
+                return self._rewrite(table, pool)
+            return self._append(log, table, pool, sync)
+        except OSError as error:
+            kept = common_start(self.ids, table.ids)
+            raise KVFileError(
+                self.path, f"not saved: {error.strerror or error}; {kept:,} of {len(table):,} tokens are kept"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the file. May be called again."""
+        self._let_go()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, descriptor: int) -> None:
+        """Take in header and heads. Raises HeaderError or OSError."""
+        header, identity = read_header(os.pread(descriptor, MAX_HEADER_BYTES, 0))
+        mismatch = identity.mismatch(self.identity)
+        if mismatch:
+            raise HeaderError(mismatch)
+        log = _Log(descriptor, identity.layout, header)
+        whole = log.read_heads()
+        self._log = log
+        if not whole:
+            self._damaged()
+
+    def _damaged(self) -> None:
+        count = len(self.ids)
+        used = f"the {count:,} before it are used" if count else "nothing of it is used"
+        self.problem = f"damaged from position {count:,} on; {used}"
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor, self._log = self._descriptor, None, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _usable_log(self) -> _Log | None:
+        """The log, if its file is where it was and as long as it was."""
+        if self._descriptor is not None and not is_at(self._descriptor, self.path):
+            self._let_go()
+        if self._log is not None and os.fstat(self._log.descriptor).st_size < self._log.end:
+            self._log = None
+        return self._log
+
+    def _worth_rewriting(self, log: _Log, length: int, keep: int) -> bool:
+        """Whether more than half would be dead, or blocks in too many pieces, if the rest were appended."""
+        pieces = sum(piece.start < keep for piece in log.pieces) + (blocks_for(length) - keep // BLOCK_SIZE)
+        live = log.bytes_of(length, pieces)
+        added = log.bytes_of(length - keep, pieces) - log.bytes_of(0, pieces)
+        return 2 * live < log.end + added or pieces > MAX_PIECES * (blocks_for(length) + 1)
+
+    def _append(self, log: _Log, table: BlockTable, pool: KVPool, sync: bool) -> Saved:
+        before, keep = log.end, common_start(log.ids, table.ids)
+        if keep < log.length:
+            log.cut(keep)
+        self._add(log, table, pool)
+        if sync and log.end > before:
+            try:
+                getattr(os, "fdatasync", os.fsync)(log.descriptor)
+            except OSError:
+                self._log = None  # nobody knows what of it is on the disk
+                raise
+        return Saved(log.end - before, len(table), rewritten=False)
+
+    def _rewrite(self, table: BlockTable, pool: KVPool) -> Saved:
+        """Write another file and put it in place: at any moment, also on the disk, one of them is whole."""
+        temporary = temporary_of(self.path)
+        descriptor = create_locked(temporary)
+        try:
+            if self._descriptor is None:
+                # No file when it was looked for; if there is one by now, its owner must not lose it.
+                self._descriptor = open_locked(self.path)
+            log = _Log.create(descriptor, self.identity)
+            self._add(log, table, pool)
+            os.fsync(descriptor)
+            os.replace(temporary, self.path)
+            sync_folder(self.path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            os.close(descriptor)
+            raise
+        self._let_go()
+        self._descriptor, self._log = descriptor, log
+        return Saved(log.end, len(table), rewritten=True)
+
+    def _add(self, log: _Log, table: BlockTable, pool: KVPool) -> None:
+        """Append what a log, which holds a start of the table, does not hold of it."""
+        while log.length < len(table):
+            start = log.length
+            end = min(len(table), (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
+            slot = start % BLOCK_SIZE
+            block = pool.memory[table.blocks[start // BLOCK_SIZE]]
+            log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
+
+
+def common_start(known: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    limit = min(len(known), len(wanted))
+    if known[:limit] == wanted[:limit]:
+        return limit
+    return next(i for i in range(limit) if known[i] != wanted[i])
+
+
+def _write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    """All of the parts, one after another. Raises OSError."""
+    views = [memoryview(part) for part in parts if len(part)]
+    while views:
+        written = os.pwritev(descriptor, views, offset)
+        offset += written
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def _read(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
+    """Fill the target; False if the file does not have so much or cannot be read."""
+    view = target.data
+    with contextlib.suppress(OSError):
+        while view:
+            num_bytes = os.preadv(descriptor, [view], offset)
+            if num_bytes == 0:
+                return False
+            view, offset = view[num_bytes:], offset + num_bytes
+        return True
+    return False

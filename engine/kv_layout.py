@@ -1,0 +1,189 @@
+"""What the bytes of K/V mean: how positions lie in a block, and what they belong to.
+
+Both go into the header of a `.giw-kv` file (`kv_file.py`), which is packed and read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.arch import ModelConfig
+from engine.kv_cache import BLOCK_SIZE
+
+MAGIC, VERSION = b"GIW kv cache", 1
+NUMERICS_VERSION = 1
+"""Raised whenever the same model and ids may give other bits of K or V than before."""
+MAX_HEADER_BYTES = 1024
+
+_START = struct.Struct("<12sII")
+_IDENTITY = struct.Struct("<I32s32s16s8sIII16s")
+_PART = struct.Struct("<II")
+_CHECK = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """How positions lie in a block: layer after layer, each a row of parts.
+
+    A part (rows, width) is `rows` times 64 positions of `width` bytes. Keys in f16 with the positions innermost are
+    (heads * head size, 2), values with a head's numbers side by side (heads, 2 * head size).
+    """
+
+    num_layers: int
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def position_bytes(self) -> int:
+        return self.num_layers * sum(rows * width for rows, width in self.parts)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.position_bytes * BLOCK_SIZE
+
+    def gather(self, block: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]:
+        """Slots first .. last - 1 of a block [block_bytes] u8, packed: laid out as a block of fewer positions."""
+        if (first, last) == (0, BLOCK_SIZE):
+            return block
+        packed = np.empty((last - first) * self.position_bytes, np.uint8)
+        for target, source in zip(self._views(packed, last - first), self._views(block, BLOCK_SIZE)):
+            target[...] = source[:, :, first:last]
+        return packed
+
+    def scatter(self, packed: NDArray[np.uint8], skip: int, block: NDArray[np.uint8], first: int, last: int) -> None:
+        """Packed positions from the `skip`-th on into slots first .. last - 1 of a block."""
+        count = len(packed) // self.position_bytes
+        for target, source in zip(self._views(block, BLOCK_SIZE), self._views(packed, count)):
+            target[:, :, first:last] = source[:, :, skip : skip + last - first]
+
+    def _views(self, data: NDArray[np.uint8], count: int) -> list[NDArray[np.unsignedinteger]]:
+        """Each part of `count` packed positions, as a view [layers, rows, count, words of a position]."""
+        layers = data.reshape(self.num_layers, -1)
+        found: list[NDArray[np.unsignedinteger]] = []
+        start = 0
+        for rows, width in self.parts:
+            word = next(size for size in (8, 4, 2, 1) if width % size == 0)  # NumPy copies a word at a time
+            end = start + rows * count * width
+            found.append(layers[:, start:end].view(f"u{word}").reshape(self.num_layers, rows, count, width // word))
+            start = end
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What keys and values belong to; they mean nothing to anything else."""
+
+    model: bytes
+    """`GGUFFile.content_hash` [32]."""
+    architecture: str
+    rope: bytes
+    """SHA-256 of the settings of the rotary embedding [32]."""
+    kv_type: str
+    layout: KVLayout
+    numerics_version: int = NUMERICS_VERSION
+
+    @classmethod
+    def of(cls, config: ModelConfig, content_hash: str) -> Identity:
+        """Of a model with its K/V in f16."""
+        arch, heads = config.arch, config.num_kv_heads
+        rope = [config.rope_base, config.rope_dim, config.rope_scale, list(config.rope_factors)]
+        rope += [arch.neox_rope, arch.local_rope_base, arch.local_layers, config.window]
+        return cls(
+            model=bytes.fromhex(content_hash),
+            architecture=config.architecture,
+            rope=hashlib.sha256(json.dumps(rope).encode()).digest(),
+            kv_type="f16",
+            layout=KVLayout(
+                num_layers=config.num_layers, parts=((heads * config.head_dim, 2), (heads, 2 * config.head_dim))
+            ),
+        )
+
+    def __post_init__(self) -> None:
+        assert len(self.model) == len(self.rope) == 32
+        assert len(self.architecture) <= 16
+        assert len(self.kv_type) <= 8
+
+    def mismatch(self, mine: Identity) -> str | None:
+        """Why K/V with this identity are of no use where `mine` is in use, or None if they are."""
+        if self.model != mine.model:
+            return "made with another model"
+        if self.architecture != mine.architecture:
+            return f"made with architecture {self.architecture}, and this is {mine.architecture}"
+        if self.rope != mine.rope:
+            return "made with other RoPE settings"
+        if self.kv_type != mine.kv_type:
+            return f"its keys and values are {self.kv_type}, and {mine.kv_type} is in use"
+        if self.layout != mine.layout:
+            return "its blocks are laid out differently"
+        if self.numerics_version != mine.numerics_version:
+            return f"made with version {self.numerics_version} of the numerics, and this is {mine.numerics_version}"
+        return None
+
+
+class HeaderError(Exception):
+    """Why a header is of no use, in one line for people."""
+
+
+def pack_header(identity: Identity, nonce: bytes) -> bytes:
+    """The header of a file. `nonce` [16] is a random number of its own for each file."""
+    body = _IDENTITY.pack(
+        identity.numerics_version,
+        identity.model,
+        identity.rope,
+        identity.architecture.encode("ascii"),
+        identity.kv_type.encode("ascii"),
+        BLOCK_SIZE,
+        identity.layout.num_layers,
+        len(identity.layout.parts),
+        nonce,
+    ) + b"".join(_PART.pack(*part) for part in identity.layout.parts)
+    header = _START.pack(MAGIC, VERSION, _START.size + len(body) + _CHECK.size) + body
+    return header + _CHECK.pack(zlib.crc32(header))
+
+
+def read_header(start: bytes) -> tuple[bytes, Identity]:
+    """The header that `start`, the first MAX_HEADER_BYTES of a file, begins with. Raises HeaderError."""
+    if not start:
+        raise HeaderError("it is empty")
+    if not start.startswith(MAGIC[: len(start)]):
+        raise HeaderError("it is not a .giw-kv file")
+    if len(start) < _START.size:
+        raise HeaderError("its header is cut short")
+    _, version, num_bytes = _START.unpack_from(start)
+    if version > VERSION:
+        raise HeaderError(f"written by a newer version: its format is {version}, and this program knows {VERSION}")
+    least = _START.size + _IDENTITY.size + _CHECK.size
+    if version < 1 or not least <= num_bytes <= MAX_HEADER_BYTES:
+        raise HeaderError("its header is damaged")
+    if num_bytes > len(start):
+        raise HeaderError("its header is cut short")
+    header = start[:num_bytes]
+    if _CHECK.unpack_from(header, num_bytes - _CHECK.size) != (zlib.crc32(header[: -_CHECK.size]),):
+        raise HeaderError("its header is damaged")
+    numerics, model, rope, architecture, kv_type, block_size, num_layers, num_parts, _ = _IDENTITY.unpack_from(
+        header, _START.size
+    )
+    parts = header[_START.size + _IDENTITY.size : -_CHECK.size]
+    if len(parts) != num_parts * _PART.size:
+        raise HeaderError("its header is damaged")
+    if block_size != BLOCK_SIZE:
+        raise HeaderError(f"its blocks have {block_size:,} positions, and {BLOCK_SIZE} are in use")
+    return header, Identity(
+        model=model,
+        architecture=_text(architecture),
+        rope=rope,
+        kv_type=_text(kv_type),
+        layout=KVLayout(num_layers=num_layers, parts=tuple(_PART.iter_unpack(parts))),
+        numerics_version=numerics,
+    )
+
+
+def _text(field: bytes) -> str:
+    """Printable, whatever is there: it ends up in a message."""
+    return "".join(c for c in field.rstrip(b"\0").decode("ascii", "ignore") if c.isprintable())
