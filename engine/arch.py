@@ -146,7 +146,7 @@ class _Reader:
             if default is None:
                 raise self._bad(key, "is missing")
             return default
-        if isinstance(value, np.ndarray) or isinstance(value, list):
+        if isinstance(value, (np.ndarray, list)):
             # One entry for each layer: the same in all of them for every architecture here.
             if len(value) == 0 or any(v != value[0] for v in value):
                 raise UnsupportedModelError(f"{self.file}: {self.arch.name}.{key} differs from layer to layer")

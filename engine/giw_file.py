@@ -137,7 +137,7 @@ def keep(key: bytes, weights: NDArray[np.uint8], threads: int) -> None:
 
 
 def make_room(num_bytes: int) -> bool:
-    """Remove what was used least recently until `num_bytes` more fit under the cap and on the disk; False if they cannot."""
+    """Remove what was used least recently until `num_bytes` more fit cap and disk. False if they cannot."""
     for leftover in folder().glob("*.tmp"):
         # Of a process that was killed; a writer that lives finishes within minutes.
         with contextlib.suppress(OSError):
@@ -152,4 +152,3 @@ def make_room(num_bytes: int) -> bool:
         with contextlib.suppress(OSError):
             kept.pop().path.unlink()
     return True
-

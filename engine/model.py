@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ Progress = Callable[[str, float], None]
 class Batch:
     """The rows of one step. Rows of one conversation are adjacent and ascend by position.
 
-    The K/V of a row is written to block tables[table_rows[row], position // 64], slot position % 64; positions before it
-    must have been written, by this step or an earlier one.
+    The K/V of a row is written to block tables[table_rows[row], position // 64], slot position % 64; positions
+    before it must have been written, by this step or an earlier one.
     """
 
     ids: NDArray[np.int32]
@@ -120,11 +121,9 @@ class Model:
 
             return module_text(self._compiled.target)
 
-        formats = {m.fmt.type.name: m.fmt for m in self._layers.matrices}
-        modules: dict[str, Callable[[], str]] = {"core": core}
-        for name, fmt in formats.items():
-            modules[f"matmul_{name}"] = lambda fmt=fmt: matmul_module(fmt, self._compiled.target)
-        self._compiled.load(modules)
+        formats = {f"matmul_{m.fmt.type.name}": m.fmt for m in self._layers.matrices}
+        modules = {name: partial(matmul_module, fmt, self._compiled.target) for name, fmt in formats.items()}
+        self._compiled.load({"core": core, **modules})
 
     def kernel_address(self, m: Matrix, function: str) -> int:
         """Address of `matmul` or `dequantize_row` for a matrix's format."""
@@ -133,37 +132,37 @@ class Model:
     def _make_context(self) -> NDArray[np.void]:
         c, b = self.config, self._buffers
         context = np.zeros(1, CONTEXT)
-        values = dict(
-            operations=self._program.operations.ctypes.data,
-            num_operations=len(self._program.operations),
-            matrices=self._program.matrices.ctypes.data,
-            activations=self._program.activations.ctypes.data,
-            hidden=c.hidden_size,
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            eps=b.constants[0:].ctypes.data,
-            scale=b.constants[1:].ctypes.data,
-            kv_block_bytes=self.kv_block_bytes,
-            ids=b.ids.ctypes.data,
-            positions=b.positions.ctypes.data,
-            table_rows=b.table_rows.ctypes.data,
-            wanted=b.wanted.ctypes.data,
-            x=b.x.ctypes.data,
-            x_bytes=b.x.strides[0],
-            qkv=b.qkv.ctypes.data,
-            qkv_bytes=b.qkv.strides[0],
-            attention=b.attention.ctypes.data,
-            attention_bytes=b.attention.strides[0],
-            states=b.states.ctypes.data,
-            state_slots=b.num_parts,
-            scratch=b.scratch.ctypes.data,
-            scratch_bytes=b.scratch.strides[0],
-            num_threads=self.threads,
-            generation=b.flags.ctypes.data,
-            barrier=b.flags[LINE // 8 :].ctypes.data,
-            counters=b.counters.ctypes.data,
-        )
+        values = {
+            "operations": self._program.operations.ctypes.data,
+            "num_operations": len(self._program.operations),
+            "matrices": self._program.matrices.ctypes.data,
+            "activations": self._program.activations.ctypes.data,
+            "hidden": c.hidden_size,
+            "num_heads": c.num_heads,
+            "num_kv_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "eps": b.constants[0:].ctypes.data,
+            "scale": b.constants[1:].ctypes.data,
+            "kv_block_bytes": self.kv_block_bytes,
+            "ids": b.ids.ctypes.data,
+            "positions": b.positions.ctypes.data,
+            "table_rows": b.table_rows.ctypes.data,
+            "wanted": b.wanted.ctypes.data,
+            "x": b.x.ctypes.data,
+            "x_bytes": b.x.strides[0],
+            "qkv": b.qkv.ctypes.data,
+            "qkv_bytes": b.qkv.strides[0],
+            "attention": b.attention.ctypes.data,
+            "attention_bytes": b.attention.strides[0],
+            "states": b.states.ctypes.data,
+            "state_slots": b.num_parts,
+            "scratch": b.scratch.ctypes.data,
+            "scratch_bytes": b.scratch.strides[0],
+            "num_threads": self.threads,
+            "generation": b.flags.ctypes.data,
+            "barrier": b.flags[LINE // 8 :].ctypes.data,
+            "counters": b.counters.ctypes.data,
+        }
         for name, value in values.items():
             context[name] = value
         return context
@@ -191,16 +190,21 @@ class Model:
 
     def _check(self, batch: Batch, tables: NDArray[np.int32]) -> None:
         """What compiled code trusts. These are our own mistakes, and would be silent corruption there."""
+
+        def within(numbers: NDArray[np.int32], limit: int, what: str) -> None:
+            low, high = int(numbers.min()), int(numbers.max())
+            assert 0 <= low <= high < limit, f"{what} {low if low < 0 else high} is out of range, limit {limit}"
+
         rows, wanted = len(batch.ids), len(batch.want)
         assert 0 < rows <= self.max_rows, f"{rows} rows"
         assert wanted <= MAX_WANTED, f"{wanted} rows of logits"
         assert len(batch.positions) == len(batch.table_rows) == rows
-        assert batch.ids.min() >= 0 and batch.ids.max() < self.config.vocab_size, "token id out of range"
-        assert batch.positions.min() >= 0 and batch.positions.max() < self.max_positions, "position out of range"
-        assert batch.positions.max() < tables.shape[1] * BLOCK_SIZE, "position beyond the block table"
-        assert tables.min() >= 0 and tables.max() < self._pool.num_blocks, "block number out of range"
-        assert batch.table_rows.min() >= 0 and batch.table_rows.max() < tables.shape[0], "table out of range"
-        assert not wanted or (batch.want[0] >= 0 and batch.want[-1] < rows), "wanted row out of range"
+        within(batch.ids, self.config.vocab_size, "token id")
+        within(batch.positions, min(self.max_positions, tables.shape[1] * BLOCK_SIZE), "position")
+        within(tables, self._pool.num_blocks, "block")
+        within(batch.table_rows, tables.shape[0], "table")
+        if wanted:
+            within(batch.want, rows, "wanted row")
 
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used after this."""

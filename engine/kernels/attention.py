@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kernels.ir import F32, I32, I64, VF, VI, Kernel, KernelBuilder, Value, fill, ir
+from llvmlite import ir
+
+from engine.kernels.ir import F32, I32, I64, VF, VI, Kernel, KernelBuilder, Value, fill
 
 BLOCK = 64
 """Positions of a KV block."""

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
+from llvmlite import ir
 from numpy.typing import NDArray
 
-from engine.kernels.ir import F16, I16, I32, I64, VB, VF, VI, Int, KernelBuilder, Value, fill, ir, vector
+from engine.kernels.ir import F16, I16, I32, I64, VB, VF, VI, Int, KernelBuilder, Value, fill, vector
 from engine.kernels.target import Target
 from engine.quant import IQ4_VALUES, TensorType, block_shape
 
@@ -382,8 +383,8 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True
             ),
             WeightFormat(
-                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k, unroll=2,
-                scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
+                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
+                unroll=2, scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
             ),
             WeightFormat(
                 type=_T.Q3_K, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
@@ -394,16 +395,16 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
             ),
             WeightFormat(
-                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k, unroll=2,
-                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
+                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
+                unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
             ),
             WeightFormat(
                 type=_T.Q6_K, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
                 sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32,
             ),
             WeightFormat(
-                type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs, scale=_iq4_xs_scale,
-                bias=128, wide=True,
+                type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs,
+                scale=_iq4_xs_scale, bias=128, wide=True,
             ),
         )
     }

@@ -1,6 +1,6 @@
 """Matrix products of quantized weights with quantized activations, a tile at a time.
 
-A tile is one or two groups of 16 weight rows times a few activation rows. Its inner loop is nothing but integer work:
+A tile is a group of 16 weight rows times a few activation rows. Its inner loop is nothing but integer work:
 64 weight bytes (four consecutive k of 16 rows) meet four activation bytes broadcast to all lanes in one dot-product
 instruction. The sum of a block is exact in int32, so neither the tile's height nor the machine's instructions can
 change it; then each block makes one float step, in ascending order. `twins.matmul` says the same in NumPy.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from llvmlite import ir
 
 from engine.kernels.formats import Group, Sub, WeightFormat, block_scales
 from engine.kernels.ir import (
@@ -29,7 +31,6 @@ from engine.kernels.ir import (
     Value,
     emit_module,
     fill,
-    ir,
     vector,
 )
 from engine.kernels.target import Target
@@ -56,10 +57,8 @@ class ActivationLayout:
 
     def row_bytes(self, num_values: int) -> int:
         """Rounded up to an odd number of cache lines, which spreads the rows of a tile over the cache's sets."""
-        if self.span == 1:
-            size = 4 * num_values
-        else:
-            size = num_values + num_values // self.span * self.meta_bytes
+        blocks = num_values // self.span
+        size = 4 * num_values if self.span == 1 else num_values + blocks * self.meta_bytes
         return (-(-size // 64) | 1) * 64
 
     def after(self, b: KernelBuilder, num_blocks: Value, per_block: int) -> Value:
@@ -128,74 +127,61 @@ class Tile:
         return 0 if self.signed else self.fmt.bias
 
     def emit(
-        self,
-        b: KernelBuilder,
-        groups: Sequence[Value],
-        next_group: Int,
-        rows: Sequence[Value],
-        blocks: Value,
-        fetch: bool,
-    ) -> list[list[Value]]:
-        """Slots with the float sums [group][row] of <16 x f32>. `fetch`: prefetch weights, also of the next group."""
+        self, b: KernelBuilder, group: Value, group_bytes: Value, rows: Sequence[Value], blocks: Value, fetch: bool
+    ) -> list[Value]:
+        """Slots with the float sums of each row, <16 x f32>. `fetch`: prefetch what follows in the weights' stream."""
         if self.fmt.sub_block is None:
-            return self._emit_floats(b, groups, next_group, rows, blocks, fetch)
+            return self._emit_floats(b, group, rows, blocks, fetch)
         fmt = self.fmt
-        scratch = [b.scratch(ir.ArrayType(VI, 4)) for _ in groups]
-        totals = [b.variables(len(rows), fill(VF, 0.0)) for _ in groups]
+        scratch = b.scratch(ir.ArrayType(VI, 4))
+        totals = b.variables(len(rows), fill(VF, 0.0))
         meta_start = b.times(blocks, fmt.words_bytes)
         with b.loop(blocks) as s:
-            at = []
-            for w, memory in zip(groups, scratch, strict=True):
-                words = b.at(w, b.times(s, fmt.words_bytes))
-                meta = b.at(w, meta_start, b.times(s, fmt.meta_bytes))
-                if fetch:
-                    for offset in range(0, fmt.meta_bytes, 64):
-                        b.prefetch(b.at(meta, next_group, offset))
-                at.append(Group(words, meta, memory, self.target))
-                fmt.prepare(b, at[-1])
-            sums = [b.variables(len(rows), fill(VI, 0)) for _ in groups]
+            words = b.at(group, b.times(s, fmt.words_bytes))
+            meta = b.at(group, meta_start, b.times(s, fmt.meta_bytes))
+            if fetch:
+                # The next group's: its own words come in between.
+                for offset in range(0, fmt.meta_bytes, 64):
+                    b.prefetch(b.at(meta, group_bytes, offset))
+            block = Group(words, meta, scratch, self.target)
+            fmt.prepare(b, block)
+            sums = b.variables(len(rows), fill(VI, 0))
             with b.loop(fmt.num_subs // fmt.unroll) as i:
                 for part in range(fmt.unroll):
-                    self._sub_block(b, at, rows, blocks, s, Sub(i, fmt.unroll, part), sums, fetch)
-            for g, slots, total in zip(at, sums, totals, strict=True):
-                self._float_step(b, g, rows, blocks, s, slots, total)
+                    self._sub_block(b, block, rows, blocks, s, Sub(i, fmt.unroll, part), sums, fetch)
+            self._float_step(b, block, rows, blocks, s, sums, totals)
         return totals
 
     def _sub_block(
-        self, b: KernelBuilder, groups: list[Group], rows: Sequence[Value], blocks: Value, s: Value, sub: Sub,
-        sums: list[list[Value]], fetch: bool,
+        self, b: KernelBuilder, g: Group, rows: Sequence[Value], blocks: Value, s: Value, sub: Sub,
+        sums: list[Value], fetch: bool,
     ) -> None:  # fmt: skip
         """sums += scale of the sub-block * its dot products."""
-        fmt, num_rows = self.fmt, len(rows)
+        fmt = self.fmt
+        assert fmt.sub_block is not None
         # With few rows the dot product's latency shows: independent sums hide it.
-        chains = 1 if num_rows * len(groups) >= 4 else 4 // (num_rows * len(groups))
+        chains = max(1, 4 // len(rows))
         k = b.times(sub.index(b), fmt.sub_size)
         if fetch:
             stride = fmt.words_bytes // fmt.num_subs
-            for g in groups:
-                for offset in range(0, stride, 64):
-                    b.prefetch(b.at(g.words, b.times(sub.index(b), stride), offset + PREFETCH_BYTES))
-        weights = [fmt.sub_block(b, g, sub) for g in groups] if fmt.sub_block else []
+            for offset in range(0, stride, 64):
+                b.prefetch(b.at(g.words, b.times(sub.index(b), stride), offset + PREFETCH_BYTES))
+        weights = fmt.sub_block(b, g, sub)
         if self.signed:
-            weights = [[b.xor(w, fill(VB, -128)) for w in of_group] for of_group in weights]
-        none = fill(VI, 0)
-        start = [self._start(b, a, blocks, s) for a in rows]
-        acc = [[[first] + [none] * (chains - 1) for first in start] for _ in groups]
-        for q in range(fmt.sub_size // 4):
+            weights = [b.xor(w, fill(VB, -128)) for w in weights]
+        acc = [[self._start(b, a, blocks, s)] + [fill(VI, 0)] * (chains - 1) for a in rows]
+        for q, w in enumerate(weights):
             for t, a in enumerate(rows):
                 quad = b.bitcast(b.broadcast(I32, a, b.times(s, fmt.span), k, 4 * q), VB)
-                for n in range(len(groups)):
-                    c = q % chains
-                    acc[n][t][c] = dot4(b, self.target, self.signed, acc[n][t][c], weights[n][q], quad)
-        for n, g in enumerate(groups):
-            scale = fmt.scale(b, g, sub) if fmt.scale else None
-            for t in range(num_rows):
-                x = acc[n][t][0]
-                for extra in acc[n][t][1:]:
-                    x = b.add(x, extra)
-                if scale is not None:
-                    x = b.mul(x, scale)
-                b.store(b.add(b.get(sums[n][t], VI), x), sums[n][t])
+                acc[t][q % chains] = dot4(b, self.target, self.signed, acc[t][q % chains], w, quad)
+        scale = fmt.scale(b, g, sub) if fmt.scale else None
+        for of_row, slot in zip(acc, sums, strict=True):
+            x = of_row[0]
+            for extra in of_row[1:]:
+                x = b.add(x, extra)
+            if scale is not None:
+                x = b.mul(x, scale)
+            b.store(b.add(b.get(slot, VI), x), slot)
 
     def _start(self, b: KernelBuilder, a: Value, blocks: Value, s: Value) -> Value:
         """Where a block's sum begins: for a simple format at -bias * the sum of its activations."""
@@ -212,23 +198,18 @@ class Tile:
         fmt, layout = self.fmt, self.layout
         d, second = block_scales(b, fmt, g.meta)
         pairs = self._pairs(b, g)
-        pair_bytes = 16 if fmt.sub_size == 32 else 32
-        pairs_at = 4 if fmt.sub_size == 32 else 20
+        pair_bytes, pairs_at = (16, 4) if fmt.sub_size == 32 else (32, 20)
         for a, slot, total in zip(rows, sums, totals, strict=True):
             whole = b.get(slot, VI)
-            offset = 0.0
-            if fmt.span == 256 and pairs:
-                corrections = fill(VI, 0)
-                for p, pair in enumerate(pairs):
-                    both = b.broadcast(I32, a, layout.after(b, blocks, pairs_at), b.times(s, pair_bytes), 4 * p)
-                    corrections = _pair_products(b, corrections, pair, both)
-                if fmt.minimum is None:
-                    whole = b.sub(whole, b.mul(corrections, fill(VI, self.bias)))
-                else:
-                    offset = b.fmul(second, b.sitofp(corrections, VF))
+            corrections = fill(VI, 0)
+            for p, pair in enumerate(pairs):
+                both = b.broadcast(I32, a, layout.after(b, blocks, pairs_at), b.times(s, pair_bytes), 4 * p)
+                corrections = _pair_products(b, corrections, pair, both)
+            if pairs and fmt.minimum is None:
+                whole = b.sub(whole, b.mul(corrections, fill(VI, self.bias)))
             value = b.fmul(d, b.sitofp(whole, VF))
             if fmt.minimum is not None:
-                value = b.fsub(value, offset)
+                value = b.fsub(value, b.fmul(second, b.sitofp(corrections, VF)))
             scale = b.broadcast(F32, a, layout.after(b, blocks, 0), b.times(s, 4))
             x = b.fmadd(value, scale, b.get(total, VF))
             if fmt.span == 32 and second is not None:
@@ -237,9 +218,9 @@ class Tile:
             b.store(x, total)
 
     def _pairs(self, b: KernelBuilder, g: Group) -> list[Value]:
-        """What is multiplied with the activations' sums: mins, or scales where all weights share a bias; two a lane."""
+        """What a K-quant multiplies with the activations' sums, two a lane: mins, or scales where there is a bias."""
         fmt = self.fmt
-        factor = fmt.minimum if fmt.minimum is not None else (fmt.scale if self.bias else None)
+        factor = fmt.minimum or (fmt.scale if self.bias else None)
         if factor is None:
             return []
         pairs = []
@@ -249,35 +230,24 @@ class Tile:
         return pairs
 
     def _emit_floats(
-        self,
-        b: KernelBuilder,
-        groups: Sequence[Value],
-        next_group: Int,
-        rows: Sequence[Value],
-        blocks: Value,
-        fetch: bool,
-    ) -> list[list[Value]]:
+        self, b: KernelBuilder, group: Value, rows: Sequence[Value], blocks: Value, fetch: bool
+    ) -> list[Value]:
         """Float weights: even and odd k are summed apart in ascending order, then together."""
         fmt = self.fmt
         size = fmt.words_bytes // fmt.span
-        halves = [[b.variables(2, fill(VF, 0.0)) for _ in rows] for _ in groups]
+        halves = [b.variables(2, fill(VF, 0.0)) for _ in rows]
         with b.loop(b.times(blocks, fmt.span // 2)) as pair:
-            for n, w in enumerate(groups):
-                at = b.at(w, b.times(pair, 2 * size))
-                if fetch:
-                    b.prefetch(b.at(at, PREFETCH_BYTES))
-                for parity in (0, 1):
-                    weights = self._float_weights(b, at, parity * size)
-                    for a, slots in zip(rows, halves[n], strict=True):
-                        x = b.broadcast(F32, a, b.times(pair, 8), 4 * parity)
-                        b.store(b.fmadd(weights, x, b.get(slots[parity], VF)), slots[parity])
-        for of_group in halves:
-            for even, odd in of_group:
-                b.store(b.fadd(b.get(even, VF), b.get(odd, VF)), even)
-        return [[slots[0] for slots in of_group] for of_group in halves]
-
-    def _float_weights(self, b: KernelBuilder, base: Value, offset: int) -> Value:
-        return float_weights(b, self.fmt.type, base, offset)
+            at = b.at(group, b.times(pair, 2 * size))
+            if fetch:
+                b.prefetch(b.at(at, PREFETCH_BYTES))
+            for parity in (0, 1):
+                weights = float_weights(b, fmt.type, at, parity * size)
+                for a, slots in zip(rows, halves, strict=True):
+                    x = b.broadcast(F32, a, b.times(pair, 8), 4 * parity)
+                    b.store(b.fmadd(weights, x, b.get(slots[parity], VF)), slots[parity])
+        for even, odd in halves:
+            b.store(b.fadd(b.get(even, VF), b.get(odd, VF)), even)
+        return [even for even, _ in halves]
 
 
 def float_weights(b: KernelBuilder, kind: TensorType, base: Value, *offset: Int) -> Value:
@@ -298,7 +268,6 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
     """
     tile = Tile(fmt, target)
     tall = target.tile_rows[0]
-    wide = target.dot == "vnni"  # two groups of eight rows need 32 registers
 
     def emit(
         b: KernelBuilder, w: Value, group_bytes: Value, groups: Value, a: Value, lda: Value, out: Value, ldo: Value,
@@ -306,39 +275,31 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
     ) -> None:  # fmt: skip
         w, a, out = (b.pointer(p) for p in (w, a, out))
 
-        def body(num_groups: int, num_rows: int, group: Value, row: Value, fetch: bool) -> None:
-            numbers = [b.sum(group, n) for n in range(num_groups)]
-            weights = [b.at(w, b.times(n, group_bytes)) for n in numbers]
+        def body(num_rows: int, group: Value, row: Value, fetch: bool) -> None:
             activations = [b.at(a, b.times(b.sum(row, t), lda)) for t in range(num_rows)]
-            ahead = b.times(group_bytes, num_groups)
-            totals = tile.emit(b, weights, ahead, activations, blocks, fetch)
-            for n, slots in zip(numbers, totals, strict=True):
-                for t, slot in enumerate(slots):
-                    place = b.at(out, b.times(b.sum(row, t), ldo), b.times(n, 64))
-                    with b.if_else(b.icmp_signed("!=", add, I64(0))) as (yes, no):
-                        with yes:
-                            b.write(b.fadd(b.read(VF, place), b.get(slot, VF)), place)
-                        with no:
-                            b.write(b.get(slot, VF), place)
+            totals = tile.emit(b, b.at(w, b.times(group, group_bytes)), group_bytes, activations, blocks, fetch)
+            for t, total in enumerate(totals):
+                place = b.at(out, b.times(b.sum(row, t), ldo), b.times(group, 64))
+                with b.if_else(b.icmp_signed("!=", add, I64(0))) as (yes, no):
+                    with yes:
+                        b.write(b.fadd(b.read(VF, place), b.get(total, VF)), place)
+                    with no:
+                        b.write(b.get(total, VF), place)
 
-        def all_rows(num_groups: int, group: Value, start: Int, sizes: Sequence[int], fetch: bool) -> None:
-            b.greedy(rows, sizes, lambda size, first: body(num_groups, size, group, first, fetch), start)
+        def few_rows(group: Value, start: Int, fetch: bool) -> None:
+            b.greedy(rows, target.tile_rows[1:], lambda size, first: body(size, group, first, fetch), start)
 
         with b.if_else(b.icmp_signed(">=", rows, I64(tall))) as (many, few):
             with many:
-                whole = b.times(b.sdiv(rows, I64(tall)), tall)
-
-                def strip(size: int, group: Value) -> None:
+                num_tiles = b.sdiv(rows, I64(tall))
+                with b.loop(groups) as g:
                     # The first tile brings the weights in; the tiles after it find them in L1.
-                    body(size, tall, group, I64(0), True)
-                    with b.loop(b.sdiv(whole, I64(tall)), 1) as r:
-                        body(size, tall, group, b.times(r, tall), False)
-                    for n in range(size):
-                        all_rows(1, b.sum(group, n), whole, target.tile_rows[1:], False)
-
-                b.greedy(groups, (1,), strip)
+                    body(tall, g, I64(0), True)
+                    with b.loop(num_tiles, 1) as r:
+                        body(tall, g, b.times(r, tall), False)
+                    few_rows(g, b.times(num_tiles, tall), False)
             with few, b.loop(groups) as g:
-                all_rows(1, g, 0, target.tile_rows[1:], True)
+                few_rows(g, 0, True)
 
     return emit
 

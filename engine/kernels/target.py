@@ -52,9 +52,13 @@ def detect() -> Target:
         if all(has.get(f) for f in ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma", "f16c")):
             # Wide registers even where LLVM's tuning for the CPU would split 512-bit vectors.
             features = has.flatten() + ",-prefer-256-bit"
-            found["avx512"] = Target("avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), (6, 3, 2, 1))
+            found["avx512"] = Target(
+                "avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), (6, 3, 2, 1)
+            )
         if all(has.get(f) for f in ("avx2", "fma", "f16c")):
-            features = ",".join(f"{'-' if f.startswith('avx512') or f == 'avxvnni' else '+'}{f}" for f in sorted(has) if has[f])
+            features = ",".join(
+                f"{'-' if f.startswith('avx512') or f == 'avxvnni' else '+'}{f}" for f in sorted(has) if has[f]
+            )
             found["avx2"] = Target("avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), (2, 1))
     elif triple.startswith(("aarch64", "arm64")) and has.get("dotprod", triple.startswith("arm64-apple")):
         found["neon"] = Target("neon", "NEON dot product", triple, cpu, has.flatten(), "sdot", (4, 2, 1), (2, 1))

@@ -35,7 +35,10 @@ PATIENCE = 400_000
 
 LINE = 64
 N = types.intp
-compiled = njit(nogil=True, error_model="numpy", _nrt=False)
+compiled: Any = njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[call-overload]
+"""Without the GIL, without exceptions for a division, without Numba's memory management."""
+Record = Any
+"""A typed view of memory; the fields are in program.py."""
 
 
 # ---------------------------------------------------------------- what Numba has no words for
@@ -104,9 +107,7 @@ def _record(dtype: Any) -> Any:
 context_at, operation_at, matrix_at, activation_at = (_record(d) for d in (CONTEXT, OPERATION, MATRIX, ACTIVATION))
 int32_at = _instruction(1, N, _load(_I32))
 int64_at = _instruction(1, N, _load(_I64))
-put_int32 = _instruction(
-    2, types.void, lambda b, address, x: b.store(b.trunc(x, _I32), b.inttoptr(address, _POINTER))
-)
+put_int32 = _instruction(2, types.void, lambda b, address, x: b.store(b.trunc(x, _I32), b.inttoptr(address, _POINTER)))
 put_int64 = _instruction(2, types.void, lambda b, address, x: b.store(x, b.inttoptr(address, _POINTER)))
 copy_bytes = _instruction(
     3,
@@ -119,9 +120,7 @@ copy_bytes = _instruction(
 atomic_add = _instruction(
     2, N, lambda b, address, x: b.atomic_rmw("add", b.inttoptr(address, _I64.as_pointer()), x, "seq_cst")
 )
-atomic_load = _instruction(
-    1, N, lambda b, address: b.load_atomic(b.inttoptr(address, _I64.as_pointer()), "acquire", 8)
-)
+atomic_load = _instruction(1, N, lambda b, address: b.load_atomic(b.inttoptr(address, _I64.as_pointer()), "acquire", 8))
 pause = _instruction(0, types.void, _pause)
 let_others_run = _instruction(0, types.void, lambda b: b.call(_declare(b, "sched_yield", _I32, []), []))
 call4 = _instruction(5, types.void, _call_address)
@@ -155,7 +154,7 @@ merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
 
 # ---------------------------------------------------------------- operations
 @compiled
-def embed(c, op, tid, rows):
+def embed(c: Record, op: Record, tid: int, rows: int) -> None:
     matrix = matrix_at(c.matrices, op.matrix)
     for r in range(tid * rows // c.num_threads, (tid + 1) * rows // c.num_threads):
         row, x = int32_at(c.ids + 4 * r), c.x + r * c.x_bytes
@@ -165,7 +164,7 @@ def embed(c, op, tid, rows):
 
 
 @compiled
-def activate_norm(act, r, x, weight, inverse, first, count):
+def activate_norm(act: Record, r: int, x: int, weight: int, inverse: int, first: int, count: int) -> None:
     """Quantize `count` units from `first` on of row r in each layout that is wanted."""
     if act.base_256:
         k = act.unit // 256
@@ -179,7 +178,7 @@ def activate_norm(act, r, x, weight, inverse, first, count):
 
 
 @compiled
-def activate_plain(act, r, x, first, count):
+def activate_plain(act: Record, r: int, x: int, first: int, count: int) -> None:
     if act.base_256:
         k = act.unit // 256
         plain_256(x, 0, 0, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
@@ -192,7 +191,7 @@ def activate_plain(act, r, x, first, count):
 
 
 @compiled
-def activate_gated(act, r, gelu, gate, up, first):
+def activate_gated(act: Record, r: int, gelu: int, gate: int, up: int, first: int) -> None:
     """One unit; gate and up are the addresses of values that stand for the whole row's start."""
     if act.base_256:
         k, blocks, row = act.unit // 256, act.num_values // 256, act.base_256 + r * act.row_256
@@ -215,7 +214,7 @@ def activate_gated(act, r, gelu, gate, up, first):
 
 
 @compiled
-def norm(c, op, tid, rows):
+def norm(c: Record, op: Record, tid: int, rows: int) -> None:
     act = activation_at(c.activations, op.activation)
     inverse = c.scratch + tid * c.scratch_bytes
     per_row = act.num_values // act.unit
@@ -230,7 +229,7 @@ def norm(c, op, tid, rows):
 
 
 @compiled
-def add_norm(c, op, tid, rows):
+def add_norm(c: Record, op: Record, tid: int, rows: int) -> None:
     inverse = c.scratch + tid * c.scratch_bytes
     per_row = c.hidden // 32
     i, end = tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads
@@ -244,7 +243,9 @@ def add_norm(c, op, tid, rows):
 
 
 @compiled
-def multiply(matrix, act, first, last, row, out, out_bytes, add, rows):
+def multiply(
+    matrix: Record, act: Record, first: int, last: int, row: int, out: int, out_bytes: int, add: int, rows: int
+) -> None:
     """Groups first..last of a matrix times `rows` activation rows from `row` on, in blocks of rows that fit L2."""
     base, size = act.base_256, act.row_256
     if matrix.span == 32:
@@ -263,7 +264,7 @@ def multiply(matrix, act, first, last, row, out, out_bytes, add, rows):
 
 
 @compiled
-def matmul(c, op, tid, rows, counter):
+def matmul(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
     """The groups of all matrices in one row of work, dealt out in a few pieces a thread."""
     act = activation_at(c.activations, op.activation)
     groups = 0
@@ -284,7 +285,7 @@ def matmul(c, op, tid, rows, counter):
 
 
 @compiled
-def gated(c, op, tid, rows, counter):
+def gated(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
     act = activation_at(c.activations, op.activation)
     result = activation_at(c.activations, op.second)
     gate = matrix_at(c.matrices, op.matrix)
@@ -306,16 +307,17 @@ def gated(c, op, tid, rows, counter):
 
 
 @compiled
-def cached(c, op, r, block, values, head):
+def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) -> int:
     """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
     table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
     size = BLOCK * c.head_dim * 2
     start = c.kv_memory + int32_at(table + 4 * block) * c.kv_block_bytes + op.kv_offset
-    return start + (values * c.num_kv_heads + head) * size
+    address: int = start + (values * c.num_kv_heads + head) * size
+    return address
 
 
 @compiled
-def heads(c, op, tid, rows):
+def heads(c: Record, op: Record, tid: int, rows: int) -> None:
     dim = c.head_dim
     total = c.num_heads + 2 * c.num_kv_heads
     for i in range(tid * rows * total // c.num_threads, (tid + 1) * rows * total // c.num_threads):
@@ -344,7 +346,7 @@ def heads(c, op, tid, rows):
 
 
 @compiled
-def keep(c, tid):
+def keep(c: Record, tid: int) -> None:
     """Move the wanted rows to the front. They ascend, so it is done in place."""
     if tid == 0:
         for i in range(c.num_wanted):
@@ -356,12 +358,12 @@ def keep(c, tid):
 
 
 @compiled
-def first_seen(position, window):
+def first_seen(position: int, window: int) -> int:
     return max(0, position + 1 - window) if window else 0
 
 
 @compiled
-def attend_part(c, op, tid, head, r0, r1, part, split):
+def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, split: int) -> None:
     """One softmax part of rows r0..r1 (one conversation) on one KV head.
 
     The state goes to its slot, or (not split, and not the row's first part) is merged into slot 0 at once: the same
@@ -422,7 +424,7 @@ def attend_part(c, op, tid, head, r0, r1, part, split):
 
 
 @compiled
-def attend(c, op, tid, rows, counter):
+def attend(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
     """Work items: (strip of rows, KV head) and, for few rows, part; the longest first."""
     split = rows <= SPLIT_ROWS
     tall = max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
@@ -448,7 +450,7 @@ def attend(c, op, tid, rows, counter):
 
 
 @compiled
-def merge(c, op, tid, rows):
+def merge(c: Record, op: Record, tid: int, rows: int) -> None:
     """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
     act = activation_at(c.activations, op.activation)
     dim, split = c.head_dim, rows <= SPLIT_ROWS
@@ -471,7 +473,7 @@ def merge(c, op, tid, rows):
 
 # ---------------------------------------------------------------- the step
 @compiled
-def run(c, op, tid, rows, counter):
+def run(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
     code = op.code
     if code == Op.EMBED:
         embed(c, op, tid, rows)
@@ -494,7 +496,7 @@ def run(c, op, tid, rows, counter):
 
 
 @compiled
-def wait_until(address, value):
+def wait_until(address: int, value: int) -> None:
     spins = 0
     while atomic_load(address) < value:
         spins += 1
@@ -505,7 +507,7 @@ def wait_until(address, value):
 
 
 @compiled
-def work(c, tid):
+def work(c: Record, tid: int) -> None:
     """One thread's part of one step. The barrier's counter only grows, so nothing has to be reset."""
     # Read before the last barrier: after it, the context may already hold the next step.
     arrived, rows, wanted = c.barrier_base, c.num_rows, c.num_wanted
@@ -520,7 +522,7 @@ def work(c, tid):
 
 
 @compiled
-def step(address, tid, seen):
+def step(address: int, tid: int, seen: int) -> int:
     """Thread 0: run one step. Others: steps as they come, `seen` being how many are done, until none comes for a while.
 
     Returns how many steps are done.

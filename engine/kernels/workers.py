@@ -43,7 +43,8 @@ class Workers:
         while True:
             with self._wake:
                 self._sleeping += 1
-                self._wake.wait_for(lambda: self._closed or self._started > seen)
+                while not self._closed and self._started <= seen:
+                    self._wake.wait()
                 self._sleeping -= 1
                 if self._closed:
                     return
