@@ -1,0 +1,378 @@
+"""The store: which conversations there are, and what is done with a whole one."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from engine.errors import UsageError
+from goinfer_chat.store import folder as files
+from goinfer_chat.store import queries
+from goinfer_chat.store.database import MIGRATIONS, Database
+from goinfer_chat.store.folder import Lock
+from goinfer_chat.store.live import LiveConversation
+from goinfer_chat.store.names import check_name, numbered
+from goinfer_chat.store.queries import Settled
+from goinfer_chat.store.records import (
+    HEAD,
+    Conversation,
+    ConversationInUseError,
+    Fork,
+    ModelRef,
+    SearchHit,
+    StoredMessage,
+)
+
+DRAFT_SECONDS: Final = 1.0
+"""How much of a running reply a crash may cost."""
+_SNIPPET_BEFORE: Final = 30
+_SNIPPET: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewConversation:
+    """A whole conversation from elsewhere, already checked. Parents stand before their children."""
+
+    name: str | None
+    model: ModelRef | None
+    system: str | None
+    settings: Mapping[str, Any]
+    messages: tuple[StoredMessage, ...]
+    head: int | None
+
+
+class Store:
+    """The conversations kept in one folder. Any thread may use it, and any number of processes one folder.
+
+    Every method raises StoreError when the files cannot be used, and those that take an id UsageError when no
+    conversation has it. `clock` gives times to show; nothing is ordered by them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        draft_seconds: float = DRAFT_SECONDS,
+        migrations: Sequence[Sequence[str]] = MIGRATIONS,
+    ) -> None:
+        files.prepare(folder)
+        self.folder = folder
+        self._clock = clock
+        self._draft_seconds = draft_seconds
+        self._database = Database(folder / files.DATABASE, migrations=migrations)
+        try:
+            self._clear_leftovers()
+        except BaseException:
+            self._database.close()
+            raise
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def recent(self, limit: int | None = None) -> list[Conversation]:
+        """Conversations that something was said in, the one used last first."""
+        with self._database.reading() as connection:
+            return queries.recent(connection, limit)
+
+    def find(self, key: str) -> Conversation:
+        """By name, by id, or by the start of an id where only one starts so. Raises UsageError."""
+        with self._database.reading() as connection:
+            ids = queries.ids(connection)
+            with suppress(UsageError):
+                if named := queries.named(connection, check_name(key)):
+                    return self._get(named)
+            starting = [id for id in ids if key and id.startswith(key)]
+            if len(starting) == 1:
+                return self._get(starting[0])
+            near = get_close_matches(key, queries.names(connection), n=1)
+        if starting:
+            raise UsageError(f"{len(starting)} conversations have ids that start with {key!r}; give more of it")
+        advice = f"did you mean {near[0]!r}?" if near else "`goinfer-chat sessions` lists them"
+        raise UsageError(f"there is no conversation {key!r}; {advice}")
+
+    def get(self, id: str) -> Conversation:
+        with self._database.reading():
+            return self._get(id)
+
+    def path(self, id: str, at: int | None = HEAD) -> list[StoredMessage]:
+        """The messages of one branch down to `at`, without taking the conversation from whoever goes on with it."""
+        with self._database.reading() as connection:
+            conversation = self._get(id)
+            if at == HEAD:
+                at = conversation.head
+            elif at is not None and queries.message(connection, id, at) is None:
+                raise UsageError(f"conversation {conversation.name!r} has no message {at}")
+            return queries.path(connection, at)
+
+    def tree(self, id: str) -> list[StoredMessage]:
+        """The messages of all branches in the order of writing; parents come before their children."""
+        with self._database.reading() as connection:
+            self._get(id)
+            return queries.tree(connection, id)
+
+    def search(self, text: str, *, id: str | None = None, limit: int = 20) -> list[SearchHit]:
+        """Messages, of any branch, that have every word, or "phrase in quotes", of the text; newest first.
+
+        Parts of words count, capitals do not. Raises UsageError for a text without a word.
+        """
+        terms = _terms(text)
+        if not terms:
+            raise UsageError("there is nothing to search for")
+        with self._database.reading() as connection:
+            found = queries.search(connection, terms, conversation=id, limit=limit)
+            return [
+                SearchHit(conversation=self._get(conversation), message=stored, snippet=shown, found=place)
+                for conversation, stored in found
+                for shown, place in [_snippet(stored.message.content, terms)]
+            ]
+
+    # -- going on ------------------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        *,
+        name: str | None = None,
+        system: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        model: ModelRef | None = None,
+    ) -> LiveConversation:
+        """A new conversation, which gets its name from its first message where none is given.
+
+        Raises UsageError for a name that cannot be taken.
+        """
+        id = secrets.token_hex(8)
+        lock = self._lock(id)
+        taken = lock.acquire()
+        assert taken, "an id that was just drawn"
+        try:
+            with self._database.writing() as connection:
+                if name is not None:
+                    name = self._free_name(name)
+                now = self._clock()
+                queries.insert_conversation(
+                    connection, id, now, name=name, model=model, system=system, settings=settings or {}
+                )
+                queries.touch(connection, id, holder=os.getpid())
+        except BaseException:
+            lock.release()
+            raise
+        return self._live(id, lock)
+
+    def open(self, id: str) -> LiveConversation:
+        """Go on with a conversation, alone. What a crash left of a turn is put in order: see `recovered`.
+
+        Raises ConversationInUseError while another process, or this one, goes on with it.
+        """
+        lock = self._held(id)
+        try:
+            with self._database.writing() as connection:
+                self._get(id)  # deleted while its lock was waited for
+                recovered = queries.settle(connection, id, Settled.CRASHED, self._clock())
+                queries.touch(connection, id, holder=os.getpid())
+        except BaseException:
+            lock.release()
+            raise
+        return self._live(id, lock, recovered)
+
+    # -- changing a whole one ------------------------------------------------------------------------------------------
+
+    def rename(self, id: str, name: str) -> str:
+        """Returns the name as it is kept. Raises UsageError for one that cannot be taken."""
+        with self._database.writing() as connection:
+            if self._get(id).name != check_name(name):
+                queries.rename(connection, id, self._free_name(name))
+            return check_name(name)
+
+    def fork(self, id: str, *, name: str | None = None, at: int | None = HEAD) -> Fork:
+        """Another conversation with the same words down to `at`, and the same cache.
+
+        Raises UsageError when there is nothing to fork, or for a name that cannot be taken.
+        """
+        source, messages = self.get(id), self.path(id, at)
+        if not messages:
+            raise UsageError("nothing has been said yet, so there is nothing to fork")
+        new = NewConversation(
+            name=name if name is not None else source.name,
+            model=source.model,
+            system=source.system,
+            settings=source.settings,
+            messages=tuple(messages),
+            head=messages[-1].id,
+        )
+        return self.add(new, kv_file=self.kv_path(id), number_name=name is None)
+
+    def add(self, new: NewConversation, *, kv_file: Path | None = None, number_name: bool = True) -> Fork:
+        """Keep a whole conversation under a new id, with the cache of `kv_file`, if there is such a file.
+
+        `number_name`: a name that is taken gets a number; otherwise it raises UsageError.
+        """
+        id = secrets.token_hex(8)
+        lock = self._lock(id)
+        taken = lock.acquire()
+        assert taken, "an id that was just drawn"
+        try:
+            with self._database.writing() as connection:
+                name = check_name(new.name if new.name is not None else "conversation")
+                name = numbered(name, queries.names(connection)) if number_name else self._free_name(name)
+                queries.insert_conversation(
+                    connection, id, self._clock(), name=name, model=new.model, system=new.system, settings=new.settings
+                )
+                copies = queries.insert_copies(connection, id, new.messages)
+                queries.set_head(connection, id, None if new.head is None else copies[new.head])
+            problem = self._adopt(kv_file, id) if kv_file is not None else None
+        finally:
+            lock.release()
+        return Fork(conversation=self.get(id), kv_problem=problem)
+
+    def delete(self, id: str) -> bool:
+        """Delete a conversation that nobody goes on with: its words, what the search knows of them, and its cache.
+
+        False when another program is reading: what it reads is overwritten when it ends. Raises
+        ConversationInUseError.
+        """
+        lock = self._held(id)
+        try:
+            files.remove_files(self.folder, id)
+            with self._database.writing() as connection:
+                queries.delete_conversation(connection, id)
+            return self._database.scrub()
+        finally:
+            lock.release()
+
+    # -- caches --------------------------------------------------------------------------------------------------------
+
+    def kv_path(self, id: str) -> Path:
+        """Where the KV cache of a conversation is, or would be, kept."""
+        return files.path_of(self.folder, id, "giw-kv")
+
+    def kv_bytes(self, id: str) -> int:
+        """Bytes of that file; 0 when there is none."""
+        try:
+            return self.kv_path(id).lstat().st_size
+        except OSError:
+            return 0
+
+    def trim_kv(self, cap_bytes: int) -> list[Conversation]:
+        """Remove the caches used least recently until all together have at most `cap_bytes`; words stay.
+
+        Returns the conversations that lost theirs. Those that someone goes on with keep theirs.
+        """
+        kept = [(conversation, self.kv_bytes(conversation.id)) for conversation in self.recent()]
+        total, removed = sum(num_bytes for _, num_bytes in kept), []
+        for conversation, num_bytes in reversed(kept):
+            if total <= cap_bytes:
+                break
+            lock = self._lock(conversation.id)
+            if num_bytes and lock.acquire():
+                try:
+                    with files.explained(self.folder):
+                        self.kv_path(conversation.id).unlink(missing_ok=True)
+                finally:
+                    lock.release()
+                total -= num_bytes
+                removed.append(conversation)
+        return removed
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _get(self, id: str) -> Conversation:
+        with self._database.joined() as connection:
+            found = queries.conversation(connection, id)
+        if found is None:
+            raise UsageError(f"there is no conversation {id!r}; `goinfer-chat sessions` lists them")
+        return found
+
+    def _free_name(self, name: str) -> str:
+        name = check_name(name)
+        with self._database.joined() as connection:
+            if queries.named(connection, name) is not None:
+                raise UsageError(f"there is a conversation {name!r} already; choose another name")
+        return name
+
+    def _lock(self, id: str) -> Lock:
+        return Lock(files.path_of(self.folder, id, "lock"))
+
+    def _held(self, id: str) -> Lock:
+        lock = self._lock(id)
+        conversation = self.get(id)
+        if not lock.acquire():
+            with self._database.reading() as connection:
+                pid = queries.holder(connection, id)
+            raise ConversationInUseError(conversation.name or id, pid, ours=pid == os.getpid())
+        return lock
+
+    def _live(self, id: str, lock: Lock, recovered: Sequence[StoredMessage] = ()) -> LiveConversation:
+        return LiveConversation(
+            self._database, id, lock, clock=self._clock, draft_seconds=self._draft_seconds, recovered=recovered
+        )
+
+    def _adopt(self, kv_file: Path, id: str) -> str | None:
+        try:
+            files.copy_private(kv_file, self.kv_path(id))
+        except OSError as error:
+            return f"the cache could not be copied ({error.strerror or error}); the next turn reads everything again"
+        return None
+
+    def _clear_leftovers(self) -> None:
+        """Remove what killed processes left: files of conversations that are gone, and conversations without a word."""
+        with_files = files.ids_with_files(self.folder)
+        with self._database.reading() as connection:
+            empty = queries.empty_ids(connection)
+            orphans = with_files - queries.ids(connection)
+        for id in (*orphans, *empty):
+            lock = self._lock(id)
+            if not lock.acquire():
+                continue
+            try:
+                if id in orphans:
+                    files.remove_files(self.folder, id)
+                    continue
+                with self._database.writing() as connection:
+                    if id in queries.empty_ids(connection):
+                        queries.delete_conversation(connection, id)
+            finally:
+                lock.release()
+
+
+def _terms(text: str) -> list[str]:
+    clean = queries.storable(text.replace("\0", " "))
+    return [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', clean) if (phrase or word).strip()]
+
+
+def _snippet(text: str, terms: Iterable[str]) -> tuple[str, tuple[int, int] | None]:
+    """One line of the text around the first term in it, and where that is in the line."""
+    matches = [match for term in terms if (match := re.search(re.escape(term), text, re.IGNORECASE))]
+    if not matches:
+        return _one_line(text[:_SNIPPET]), None
+    first = min(matches, key=lambda match: match.start())
+    start = max(0, first.start() - _SNIPPET_BEFORE)
+    end = min(len(text), max(first.end(), start + _SNIPPET))
+    before = ("…" if start else "") + _one_line(text[start : first.start()], keep_end=True)
+    inside = _one_line(first[0])
+    after = _one_line(text[first.end() : end], keep_end=True) + ("…" if end < len(text) else "")
+    return before + inside + after, (len(before), len(before) + len(inside))
+
+
+def _one_line(text: str, *, keep_end: bool = False) -> str:
+    line = re.sub(r"\s+", " ", text)
+    return line if keep_end else line.strip()

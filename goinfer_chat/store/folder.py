@@ -1,0 +1,210 @@
+"""The folder of the kept conversations and every file in it but the database's own bytes.
+
+    conversations.db        the words (with -wal and -shm while it is open)
+    ID.giw-kv               the KV cache of one conversation
+    ID.lock                 held by the process that goes on with that conversation
+
+All of it is its owner's alone. The name of a file comes from an id that was drawn, never from what a person typed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import platformdirs
+
+from engine.errors import UsageError
+from goinfer_chat.fetch import make_folder
+from goinfer_chat.store.names import is_id
+from goinfer_chat.store.records import StoreError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+FOLDER_ENVIRONMENT: Final = "GOINFER_CHAT_SESSION_DIR"
+DATABASE: Final = "conversations.db"
+_ID_FILE: Final = re.compile(r"([0-9a-f]{16})\..+", re.DOTALL)
+_NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+
+
+def session_folder(chosen: str | None = None) -> Path:
+    """What --session-dir says, else its variable, else the system's place for data."""
+    chosen = chosen or os.environ.get(FOLDER_ENVIRONMENT)
+    return Path(chosen).expanduser() if chosen else platformdirs.user_data_path("goinfer-chat") / "sessions"
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder and an empty database if they are missing, and all of it its owner's alone. Raises StoreError."""
+    with explained(folder):
+        make_folder(folder)
+        info = folder.stat()
+        if hasattr(os, "getuid") and os.getuid() not in (0, info.st_uid):
+            raise StoreError(f"{folder} belongs to another user; name another folder with --session-dir")
+        if info.st_mode & 0o077:
+            if not os.path.lexists(folder / DATABASE) and any(folder.iterdir()):
+                raise StoreError(
+                    f"{folder} is open to other users and holds other files; "
+                    "name a folder of its own with --session-dir"
+                )
+            folder.chmod(0o700)
+        with suppress(FileExistsError):
+            os.close(create_private(folder / DATABASE))
+        for path in folder.iterdir():
+            if path.name.startswith(DATABASE) or _ID_FILE.fullmatch(path.name):
+                _tighten(path)
+
+
+def _tighten(path: Path) -> None:
+    # By path: opening and closing the database here would drop the locks that SQLite holds on it in this process.
+    with suppress(FileNotFoundError):  # another process closed it meanwhile
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            if mode & 0o077:
+                path.chmod(0o600)
+        elif path.name.startswith(DATABASE):
+            raise StoreError(f"{path} is no plain file; move it away, or name another folder with --session-dir")
+
+
+def create_private(path: Path) -> int:
+    """A descriptor of a new file that only its owner can read, whatever the umask. Raises FileExistsError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY, 0o600)
+    if hasattr(os, "fchmod"):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def write_private(path: Path, chunks: Iterator[bytes], *, replace: bool = True) -> None:
+    """A file with these bytes, whole or not at all; a link in its place is replaced, not followed.
+
+    Raises FileExistsError with `replace` False, and OSError.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(create_private(temporary), "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _move_new(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _move_new(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+        source.unlink()
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            raise FileExistsError(target) from None
+        os.replace(source, target)
+
+
+def copy_private(source: Path, target: Path, *, replace: bool = True) -> bool:
+    """Copy a plain file; False when there is none. Raises OSError."""
+    try:
+        descriptor = os.open(source, os.O_RDONLY | _NO_FOLLOW | _BINARY)
+    except FileNotFoundError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{source} is no plain file")
+        write_private(target, iter(lambda: file.read(1 << 20), b""), replace=replace)
+    return True
+
+
+def path_of(folder: Path, id: str, kind: str) -> Path:
+    """The path of a conversation's file, such as "giw-kv". Raises StoreError for an id that was never drawn."""
+    if not is_id(id):
+        raise StoreError(f"{folder}: {id!r} is no id of a conversation; the store is damaged")
+    return folder / f"{id}.{kind}"
+
+
+def ids_with_files(folder: Path) -> set[str]:
+    with explained(folder):
+        return {match[1] for path in folder.iterdir() if (match := _ID_FILE.fullmatch(path.name))}
+
+
+def remove_files(folder: Path, id: str) -> None:
+    """Delete every file of a conversation but its lock. Raises StoreError."""
+    lock = path_of(folder, id, "lock")
+    with explained(folder):
+        for path in folder.iterdir():
+            if path.name.startswith(f"{id}.") and path != lock:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """The system's errors as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise StoreError(
+            f"{os.fsdecode(where)}: {error.strerror or error}; name another folder with --session-dir"
+        ) from error
+
+
+class Lock:
+    """That one process alone goes on with a conversation. The system takes it back from a process that is killed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: FileLock | None = None
+
+    def acquire(self) -> bool:
+        """False when another one holds it. Raises StoreError."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self._path, mode=0o600, thread_local=False)
+        with explained(self._path):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                return False
+        self._lock = lock
+        return True
+
+    def release(self) -> None:
+        """May be called again."""
+        if self._lock is not None:
+            # While it is held: whoever has just opened the file finds out that it is gone, and makes a new one.
+            with suppress(OSError):
+                self._path.unlink()
+            self._lock.release()
+            self._lock = None
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """Move a database that cannot be used out of the way, with its log; the next start makes a new one.
+
+    Returns where its files are. Raises UsageError when there is none, StoreError when it is in use.
+    """
+    with explained(folder):
+        files = [path for end in ("", "-wal", "-shm") if os.path.lexists(path := folder / f"{DATABASE}{end}")]
+        if not files:
+            raise UsageError(f"{folder} has no {DATABASE}")
+        for path in folder.glob("*.lock"):
+            lock = Lock(path)
+            if not lock.acquire():
+                raise StoreError(f"{folder} is in use by another process; end it first")
+            lock.release()
+        number = 1
+        while os.path.lexists(folder / f"aside-{number}-{DATABASE}"):
+            number += 1
+        return [path.rename(folder / f"aside-{number}-{path.name}") for path in files]
