@@ -1,0 +1,110 @@
+"""The forward step of `model.py` in plain NumPy, out of the kernels' twins: what the compiled step is held to.
+
+It takes a conversation whole and from its start, keeps nothing, and reads the weights as the file has them; the rows
+of a step, blocks, threads and layouts of `model.py` are what must not show. For tests and as documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.arch import ModelConfig
+from engine.gguf_file import GGUFFile
+from engine.kernels import twins
+from engine.quant import row_bytes
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a forward step leaves behind."""
+
+    logits: Floats
+    """[T, V]."""
+    keys: NDArray[np.float16]
+    """[layers, T, G, D], as the cache holds them."""
+    values: NDArray[np.float16]
+    """[layers, T, G, D]."""
+
+
+class _Tensors:
+    """A file's tensors by name."""
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self._gguf = gguf
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._gguf.tensors
+
+    def _rows(self, name: str) -> NDArray[np.uint8]:
+        info = self._gguf.tensors[name]
+        return self._gguf.data(name).reshape(-1, row_bytes(info.type, info.shape[-1]))
+
+    def rows(self, name: str, numbers: Sequence[int]) -> Floats:
+        """Rows of a matrix, dequantized."""
+        return twins.dequantize_row(self._gguf.tensors[name].type, self._rows(name)[list(numbers)])
+
+    def vector(self, name: str) -> Floats:
+        only: Floats = self.rows(name, [0])[0]
+        return only
+
+    def multiply(self, name: str, x: Floats) -> Floats:
+        """[T, N] f32 = x [T, K] times the rows of a matrix."""
+        return twins.matmul(self._gguf.tensors[name].type, self._rows(name), x)
+
+
+def forward(gguf: GGUFFile, ids: Sequence[int]) -> Step:
+    """Logits and cache of a conversation of T tokens, at positions 0 .. T-1."""
+    c, t = ModelConfig.from_gguf(gguf), _Tensors(gguf)
+    x = t.rows("token_embd.weight", ids)
+    if c.arch.scale_embedding:
+        x = x * np.float32(math.sqrt(c.hidden_size))
+    cache = []
+    for n in range(c.num_layers):
+        q, k, v = _heads(c, t, n, x)
+        cache.append((k, v))
+        window = c.window if c.is_local(n) else 0
+        seen = twins.attention(q, k, v, np.arange(len(ids)), window).reshape(len(ids), -1)
+        x = x + _branch(c, t, f"blk.{n}.post_attention_norm.weight", t.multiply(f"blk.{n}.attn_output.weight", seen))
+        x = x + _branch(c, t, f"blk.{n}.post_ffw_norm.weight", _feed_forward(c, t, n, x))
+    normed = twins.normed(x, t.vector("output_norm.weight"), c.norm_eps)
+    head = "output.weight" if "output.weight" in t else "token_embd.weight"
+    keys, values = (np.stack(of_layers) for of_layers in zip(*cache))
+    return Step(t.multiply(head, normed), keys, values)
+
+
+def _heads(
+    c: ModelConfig, t: _Tensors, layer: int, x: Floats
+) -> tuple[Floats, NDArray[np.float16], NDArray[np.float16]]:
+    """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f16 of a layer."""
+    normed = twins.normed(x, t.vector(f"blk.{layer}.attn_norm.weight"), c.norm_eps)
+    cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
+    heads = []
+    for name in ("attn_q", "attn_k", "attn_v"):
+        y = t.multiply(f"blk.{layer}.{name}.weight", normed)
+        if f"blk.{layer}.{name}.bias" in t:
+            y = y + t.vector(f"blk.{layer}.{name}.bias")
+        y = y.reshape(len(x), -1, c.head_dim)
+        if f"blk.{layer}.{name}_norm.weight" in t:
+            y = twins.normed(y, t.vector(f"blk.{layer}.{name}_norm.weight"), c.norm_eps)
+        heads.append(y if name == "attn_v" else twins.rotate(y, cos, sin, c.arch.neox_rope))
+    q, k, v = heads
+    return q * np.float32(c.attention_scale), twins.to_half(k), twins.to_half(v)
+
+
+def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:
+    normed = twins.normed(x, t.vector(f"blk.{layer}.ffn_norm.weight"), c.norm_eps)
+    gate, up = (t.multiply(f"blk.{layer}.ffn_{name}.weight", normed) for name in ("gate", "up"))
+    activation = twins.gelu if c.arch.activation == "gelu" else twins.silu
+    return t.multiply(f"blk.{layer}.ffn_down.weight", activation(gate, up))
+
+
+def _branch(c: ModelConfig, t: _Tensors, post_norm: str, y: Floats) -> Floats:
+    """A branch on its way into the residual stream."""
+    return twins.normed(y, t.vector(post_norm), c.norm_eps) if c.arch.post_norms else y

@@ -1,0 +1,380 @@
+"""The numerics contract: a row's result depends on its own inputs and on what is before it, and on nothing else.
+
+Every comparison is of bits. Chunks, threads, other conversations in the step, forks, what a block held before and the
+instructions the kernels are compiled for must not show; and the compiled step is the one `model_twin` writes in NumPy.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_calls import assert_same_bits, target_named
+from tiny_models import write_tiny_model
+
+from engine import model_twin
+from engine.gguf_file import open_gguf
+from engine.kernels.target import ENVIRONMENT
+from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
+from engine.model import MAX_WANTED, Batch, Model
+from engine.quant import TensorType
+
+ROOT = Path(__file__).parents[1]
+
+# Sizes that are no round numbers; between them the models have every layout of activations, some at once.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architecture": "llama",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 48,
+        "ffn_size": 352,
+        "rope_factors": np.geomspace(1, 8, 24).tolist(),
+        "tensor_types": {"*ffn_down*": TensorType.Q4_1, "token_embd*": TensorType.Q5_1},
+    },
+    "llama, floats": {
+        "architecture": "llama",
+        "hidden_size": 64,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "ffn_size": 2080,
+        "num_layers": 1,
+        "tied": False,
+        "tensor_types": {"*ffn_*": TensorType.F16, "*attn_v*": TensorType.BF16, "*": TensorType.F32},
+    },
+    "qwen2": {
+        "architecture": "qwen2",
+        "num_heads": 14,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 768,
+        "ffn_size": 768,
+        "num_layers": 1,
+        "tensor_types": {
+            "*attn_output*": TensorType.Q5_0,
+            "*attn_v*": TensorType.Q6_K,
+            "*attn_k*": TensorType.F16,
+            "*ffn_down*": TensorType.Q6_K,
+            "token_embd*": TensorType.Q8_0,
+            "*": TensorType.Q4_K,
+        },
+    },
+    "qwen3": {
+        "architecture": "qwen3",
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 80,
+        "hidden_size": 256,
+        "ffn_size": 512,
+        "tied": False,
+        "tensor_types": {
+            "*attn_output*": TensorType.Q4_0,
+            "*ffn_gate*": TensorType.IQ4_XS,
+            "*ffn_up*": TensorType.Q3_K,
+            "*ffn_down*": TensorType.Q2_K,
+            "output*": TensorType.IQ4_NL,
+            "*": TensorType.Q5_K,
+        },
+    },
+    # Seven layers: the sixth sees everything, the others a window.
+    "gemma3": {
+        "architecture": "gemma3",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "ffn_size": 96,
+        "num_layers": 7,
+        "sliding_window": 41,
+        "rope_base": 1e6,
+    },
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+# ---------------------------------------------------------------- running steps
+@dataclass
+class Runner:
+    """A model with a pool of its own."""
+
+    model: Model
+    pool: KVPool
+
+    def table(self) -> BlockTable:
+        return BlockTable(self.pool)
+
+    def step(self, *parts: tuple[BlockTable, Sequence[int]], want: Sequence[int] | None = None) -> np.ndarray:
+        """Append ids to conversations in one step; logits [W, V] of the wanted rows, all by default."""
+        for table, ids in parts:
+            table.reserve(len(ids))
+        width = max(len(table.blocks) for table, _ in parts)
+        counts = [len(ids) for _, ids in parts]
+        batch = Batch(
+            ids=np.concatenate([ids for _, ids in parts]).astype(np.int32),
+            positions=np.concatenate([np.arange(len(t), len(t) + n) for (t, _), n in zip(parts, counts)]).astype(
+                np.int32
+            ),
+            tables=np.array([t.blocks + [0] * (width - len(t.blocks)) for t, _ in parts], np.int32),
+            table_rows=np.repeat(np.arange(len(parts)), counts).astype(np.int32),
+            want=np.array(range(sum(counts)) if want is None else want, np.int32),
+        )
+        logits = self.model.forward(batch).copy()
+        for table, ids in parts:
+            table.append([int(i) for i in ids])
+        return logits
+
+    def feed(self, table: BlockTable, ids: Sequence[int], chunk: int, probes: Sequence[int] = ()) -> np.ndarray:
+        """Append ids in chunks; logits of the positions in `probes`, and of the last one."""
+        found = []
+        for first in range(0, len(ids), chunk):
+            some = ids[first : first + chunk]
+            wanted = [i for i in range(len(some)) if len(table) + i in probes or first + i == len(ids) - 1]
+            found.append(self.step((table, some), want=wanted))
+        return np.concatenate(found)
+
+    def cache(self, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values [layers, S, G, D] f16 of a conversation, out of the pool's blocks."""
+        c = self.model.config
+        memory = self.pool.memory[table.blocks].view(np.float16)
+        halves = memory.reshape(-1, c.num_layers, 2, c.num_kv_heads, BLOCK_SIZE * c.head_dim)
+        keys = halves[:, :, 0].reshape(*halves[:, :, 0].shape[:3], c.head_dim, BLOCK_SIZE).transpose(1, 0, 4, 2, 3)
+        values = halves[:, :, 1].reshape(*halves[:, :, 1].shape[:3], BLOCK_SIZE, c.head_dim).transpose(1, 0, 3, 2, 4)
+        flat = (c.num_layers, -1, c.num_kv_heads, c.head_dim)
+        return keys.reshape(flat)[:, : len(table)], values.reshape(flat)[:, : len(table)]
+
+
+@contextmanager
+def running(path: Path, *, threads: int = 1, positions: int = 1024, blocks: int = 64) -> Iterator[Runner]:
+    with open_gguf(path) as gguf:
+        model = Model.load(gguf, threads=threads, max_positions=positions)
+        try:
+            pool = KVPool(model.kv_block_bytes, blocks)
+            model.bind_pool(pool)
+            yield Runner(model, pool)
+        finally:
+            model.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of one of MODELS, written once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def path_of(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_tiny_model(path, **MODELS[name])
+
+    return path_of
+
+
+def tokens(count: int, vocab: int = 300, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab, count)
+
+
+def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    for ours, theirs in zip(runner.cache(table), expected):
+        assert_same_bits(ours, theirs)
+
+
+# ---------------------------------------------------------------- against NumPy
+@every_model
+def test_the_compiled_step_has_the_bits_of_the_numpy_step(name: str, tiny: Callable[[str], Path]) -> None:
+    ids = tokens(70)  # beyond a block, and beyond the window
+    with open_gguf(tiny(name)) as gguf:
+        expected = model_twin.forward(gguf, ids)
+    assert np.isfinite(expected.logits).all()
+    assert expected.logits.std() > 0.1
+    for threads in (1, 2):
+        with running(tiny(name), threads=threads) as runner:
+            table = runner.table()
+            logits = [runner.step((table, ids[first : first + 35])) for first in (0, 35)]
+            assert_same_bits(np.concatenate(logits), expected.logits)
+            assert_same_cache(runner, table, (expected.keys, expected.values))
+
+
+@pytest.mark.parametrize("window", [0, 100, 600])
+def test_parts_of_512_positions_have_the_bits_of_the_numpy_step(window: int, tmp_path: Path) -> None:
+    """Contexts and windows that cross multiples of 512."""
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_size": 32, "num_layers": 2}
+    path = write_tiny_model(tmp_path / "long.gguf", "gemma3", sliding_window=window, **sizes)
+    ids = tokens(1100)
+    with open_gguf(path) as gguf:
+        expected = model_twin.forward(gguf, ids)
+    probes = [0, 99, 100, 511, 512, 513, 610, 611, 612, 1023, 1024, 1098]
+    with running(path, threads=2, positions=1101) as runner:
+        table = runner.table()
+        assert_same_bits(runner.feed(table, ids, 512, probes), expected.logits[[*probes, 1099]])
+        assert_same_cache(runner, table, (expected.keys, expected.values))
+
+
+# ---------------------------------------------------------------- chunks and threads
+LENGTH = 600
+PROBES = [*range(0, LENGTH, 40), 63, 64, 511, 512, 513]
+
+
+@every_model
+def test_chunks_and_threads_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+    ids = tokens(LENGTH)
+    expected = None
+    for threads in (1, 2):
+        with running(tiny(name), threads=threads) as runner:
+            for chunk in (512, 64, 7, 2, 1):
+                table = runner.table()
+                found = runner.feed(table, ids, chunk, PROBES), runner.cache(table)
+                expected = expected or found
+                assert_same_bits(found[0], expected[0])
+                assert_same_cache(runner, table, expected[1])
+                table.release()
+
+
+@every_model
+def test_rows_that_are_not_wanted_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+    ids = tokens(50)
+    with running(tiny(name), threads=2) as runner:
+        everything = runner.step((runner.table(), ids))
+        for want in ([], [0], [49], [3, 4, 31], range(1, 50, 2), range(MAX_WANTED)[:40]):
+            table = runner.table()
+            assert_same_bits(runner.step((table, ids), want=want), everything[list(want)])
+            # The cache is whole all the same: the next token's logits say so.
+            assert_same_bits(runner.step((table, ids[:1])), runner.feed(runner.table(), [*ids, ids[0]], 51))
+
+
+# ---------------------------------------------------------------- other conversations
+@every_model
+def test_conversations_that_share_a_step_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+    long, short, new = tokens(150, seed=1), tokens(70, seed=2), tokens(40, seed=3)
+    with running(tiny(name), threads=2) as runner:
+        alone = []
+        for ids in (long, short, new):
+            table = runner.table()
+            alone.append((runner.feed(table, ids, 64, range(200)), runner.cache(table)))
+        first, second, third = (runner.table() for _ in range(3))
+        found: list[list[np.ndarray]] = [[], [], []]
+
+        def step(*parts: tuple[int, BlockTable, np.ndarray]) -> None:
+            logits = runner.step(*((table, ids) for _, table, ids in parts))
+            for (n, *_), rows in zip(parts, np.split(logits, np.cumsum([len(ids) for *_, ids in parts])[:-1])):
+                found[n].append(rows)
+
+        step((0, first, long[:50]), (1, second, short[:3]))
+        step((1, second, short[3:4]), (0, first, long[50:51]))
+        step((0, first, long[51:90]), (2, third, new[:1]), (1, second, short[4:5]))
+        step((2, third, new[1:11]), (1, second, short[5:55]))
+        step((1, second, short[55:56]), (0, first, long[90:91]), (2, third, new[11:12]))
+        step((1, second, short[56:]), (0, first, long[91:110]), (2, third, new[12:]))
+        step((0, first, long[110:]))
+        for rows, table, (logits, cache) in zip(found, (first, second, third), alone):
+            assert_same_bits(np.concatenate(rows), logits)
+            assert_same_cache(runner, table, cache)
+
+
+@every_model
+def test_a_forked_conversation_goes_on_as_if_it_had_never_been_another(name: str, tiny: Callable[[str], Path]) -> None:
+    start, one, other = tokens(100, seed=1), tokens(40, seed=2), tokens(40, seed=3)
+    with running(tiny(name), threads=2) as runner:
+        expected = [runner.feed(runner.table(), [*start, *ids], 512, range(100, 140)) for ids in (one, other)]
+        table = runner.table()
+        runner.feed(table, start, 33)
+        fork = table.fork()
+        # In one step, in the block that both began with.
+        both = runner.step((table, one[:20]), (fork, other[:20]))
+        ours = np.concatenate([both[:20], runner.feed(table, one[20:], 7, range(140))])
+        theirs = np.concatenate([both[20:], runner.feed(fork, other[20:], 1, range(140))])
+        assert_same_bits(ours, expected[0])
+        assert_same_bits(theirs, expected[1])
+        # Undone to the middle of a shared block, and said otherwise.
+        table.truncate(100)
+        assert_same_bits(runner.feed(table, other, 11, range(140)), expected[1])
+
+
+@every_model
+def test_what_a_block_held_before_does_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+    ids = tokens(90)
+    with running(tiny(name), threads=2, blocks=3) as runner:
+        table = runner.table()
+        clean = runner.feed(table, ids, 37, range(64, 90))
+        table.release()
+        rest = np.random.default_rng(5).normal(0, 3000, runner.pool.memory.size // 2).astype(np.float16)
+        runner.pool.memory[:] = rest.view(np.uint8).reshape(runner.pool.memory.shape)
+        for chunk in (37, 1, 90):
+            table = runner.table()
+            assert_same_bits(runner.feed(table, ids, chunk, range(64, 90)), clean)
+            table.release()
+
+
+def test_a_model_that_is_closed_and_freed_leaves_another_alone(tiny: Callable[[str], Path]) -> None:
+    ids = tokens(20)
+    with running(tiny("llama"), threads=2) as runner:
+        before = runner.step((runner.table(), ids))
+        for name in ("qwen3", "llama"):
+            with running(tiny(name), threads=2) as other:
+                other.step((other.table(), ids))
+        del other
+        gc.collect()
+        assert_same_bits(runner.step((runner.table(), ids)), before)
+
+
+# ---------------------------------------------------------------- other instructions
+def checksum(folder: str) -> str:
+    """Of logits and caches of all MODELS in a folder, in mixed chunks and with two threads."""
+    digest = hashlib.sha256()
+    for name in MODELS:
+        with running(Path(folder) / f"{name}.gguf", threads=2) as runner:
+            table = runner.table()
+            for chunk in (90, 1, 5):
+                digest.update(runner.feed(table, tokens(91, seed=chunk), chunk, range(0, 300, 3)).tobytes())
+            for part in runner.cache(table):
+                digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def test_kernels_compiled_without_avx512_give_the_same_bits(tiny: Callable[[str], Path]) -> None:
+    lesser = target_named("avx2").name
+    folder = {str(tiny(name).parent) for name in MODELS}.pop()
+    environment = {
+        **os.environ,
+        ENVIRONMENT: lesser,
+        # NumPy goes without as well: tables and scales must not depend on it either.
+        "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONWARNINGS": "ignore",  # of features that this CPU lacks anyway
+    }
+    code = f"import test_forward; print(test_forward.checksum({folder!r}))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == checksum(folder)
+
+
+# ---------------------------------------------------------------- a real model
+@pytest.mark.parametrize("name", ["smollm2-135m"])
+def test_a_real_model_keeps_the_contract(name: str, model_path: Callable[[str], Path]) -> None:
+    ids, probes = tokens(160, 10_000), range(0, 160, 9)
+    expected = None
+    for threads, chunks in ((2, (160, 64, 7)), (1, (101, 1))):
+        with running(model_path(name), threads=threads) as runner:
+            for chunk in chunks:
+                table = runner.table()
+                found = runner.feed(table, ids, chunk, probes), runner.cache(table)
+                expected = expected or found
+                assert_same_bits(found[0], expected[0])
+                assert_same_cache(runner, table, expected[1])
+
+
+def test_a_real_model_has_the_bits_of_the_numpy_step(model_path: Callable[[str], Path]) -> None:
+    path, ids = model_path("smollm2-135m"), tokens(3, 10_000)
+    with open_gguf(path) as gguf:
+        expected = model_twin.forward(gguf, ids)
+    with running(path, threads=2) as runner:
+        assert_same_bits(runner.step((runner.table(), ids)), expected.logits)
