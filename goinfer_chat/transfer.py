@@ -40,8 +40,8 @@ def download(
     # Compressed on the way, the bytes of a range would not be those of the file.
     plain = {**(headers or {}), "Accept-Encoding": "identity"}
     fruitless = 0
-    while (start := bytes_in(path)) != num_bytes:
-        reason = "the connection was closed early"
+    while num_bytes is None or bytes_in(path) < num_bytes:
+        start, reason = bytes_in(path), "the connection was closed early"
         try:
             rest = {"Range": f"bytes={start}-"} if start else {}
             with client.stream("GET", url, headers=plain | rest, timeout=timeout) as response:

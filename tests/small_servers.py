@@ -62,6 +62,8 @@ class Hub(Server):
     gated: bool = False
     stated_sha256: dict[str, str] = field(default_factory=dict)
     """By file name, a checksum to state instead of the right one."""
+    stated_bytes: dict[str, int] = field(default_factory=dict)
+    """By file name, a length to state instead of the right one."""
     in_git: frozenset[str] = frozenset()
     """Files for which no LFS checksum is stated."""
     redirect_to: str | None = None
@@ -78,10 +80,11 @@ class Hub(Server):
 
     def _sibling(self, repo: str, name: str) -> dict[str, Any]:
         data = self.files[repo][name]
-        sibling: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": "f" * 40}
+        length = self.stated_bytes.get(name, len(data))
+        sibling: dict[str, Any] = {"rfilename": name, "size": length, "blobId": "f" * 40}
         if name not in self.in_git:
             digest = self.stated_sha256.get(name, hashlib.sha256(data).hexdigest())
-            sibling["lfs"] = {"size": len(data), "sha256": digest, "pointerSize": 134}
+            sibling["lfs"] = {"size": length, "sha256": digest, "pointerSize": 134}
         return sibling
 
 

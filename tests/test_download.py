@@ -147,6 +147,13 @@ def test_a_wrong_hash_is_refused_and_the_file_removed(small_hub: Hub, models: Pa
     assert resolve(f"hf:{REPO}") is None
 
 
+def test_a_file_that_is_longer_than_stated_does_not_fill_the_disk(small_hub: Hub, models: Path) -> None:
+    small_hub.stated_bytes["tiny-Q8_0.gguf"] = 200_000
+    with pytest.raises(DownloadError, match="sends more than the 200,000 bytes it stated"):
+        pull(f"hf:{REPO}")
+    assert next(models.rglob("*.partial")).stat().st_size <= 200_000
+
+
 def test_a_file_without_a_stated_hash_is_said_to_be_unverified(small_hub: Hub) -> None:
     small_hub.in_git = frozenset({"tiny-Q8_0.gguf"})
     said: list[str] = []
