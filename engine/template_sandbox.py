@@ -5,10 +5,10 @@ What templates expect is what Hugging Face's `apply_chat_template` gives them: t
 `strftime_now`.
 
 Jinja2's sandbox keeps a template from reaching Python objects; it does not keep it from running for ever or filling the
-memory. Here every way in which a template can make a larger value or repeat itself passes a `Meter`: loops, macros and
-blocks report each round (statements added to the syntax tree), operators, calls, filters, literals and slices report
-what they made, and what could grow by a large factor in one step is measured before it is done. So no single step is
-long, and the sum of all has a limit in time and in size.
+memory. Here every way in which a template can make a larger value or repeat itself passes a `Meter`: loops report each
+round and literals and slices their size (both by nodes added to the syntax tree), operators, calls, filters and output
+report what they made, and what could grow by a large factor in one step is measured before it is done. So no single
+step is long, and the sum of all has a limit in time and in size.
 """
 
 from __future__ import annotations
@@ -132,21 +132,19 @@ class _Generation(jinja2.ext.Extension):
 class _Metered(jinja2.visitor.NodeTransformer):
     """Puts the meter into a syntax tree."""
 
-    def _round(self, node: Any) -> nodes.Node:
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - named after the nodes
         self.generic_visit(node)
         written = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
         node.body.insert(
-            0, nodes.ExprStmt(_call_filter("(round)", nodes.Const(written + _ITEM_SIZE)), lineno=node.lineno)
+            0, nodes.ExprStmt(_call_filter("(round)", nodes.Const(written + _ITEM_SIZE, lineno=node.lineno)))
         )
-        return node  # type: ignore[no-any-return]
-
-    visit_For = visit_Macro = visit_CallBlock = visit_Block = _round  # noqa: N815 - named after the nodes
+        return node
 
     def _value(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         return _call_filter("(keep)", node)
 
-    visit_List = visit_Dict = _value  # noqa: N815
+    visit_List = visit_Dict = _value  # noqa: N815 - named after the nodes
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
         return self._value(node) if node.ctx == "load" else node

@@ -427,22 +427,23 @@ def test_tools_nested_too_deeply_are_refused() -> None:
 
 # -- templates that mean harm --------------------------------------------------------------------------------------
 
+RANGE = "{% set r = range(99999) %}"
 ROUNDS = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = "
-END_ROUNDS = " %}{% endfor %}{{ ns.x }}"
+END_ROUNDS = " %}{% endfor %}"
 
 HARMFUL = {
     "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "a loop in a condition": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
-    "loops that print": "{% for i in range(99999) %}{{ 'x' * 4000000 }}{% endfor %}",
+    "nested loops": RANGE + "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+    "a loop in a condition": RANGE + "{% for i in r %}{% for j in r if j < 0 %}{% endfor %}{% endfor %}",
+    "loops that print": "{% set a = 'x' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
     "loops over plain text": "{% for i in range(99999) %}{% for j in range(99999) %}"
     + "y" * 9999
     + "{% endfor %}{% endfor %}",
     "a long text": "{{ 'a' * 10 ** 9 }}",
     "a long list": "{{ [1] * 10 ** 9 }}",
     "lists of lists": "{{ [[1] * 100000] * 100000 }}",
-    "a large number": "{{ 10 ** 10 ** 10 }}{{ (10 ** 1000) ** 1000 }}",
-    "a number made of text": "{{ ('f' * 4000000) | int(base=16) // 7 }}",
+    "a large number": "{{ 2 ** (10 ** 10) }}",
+    "a number made of text": "{% set a = ('f' * 1000000) | int(base=16) %}",
     "a number rounded far": "{{ 5 | round(-1000000000) }}",
     "padding with %": "{{ '%1000000000d' % 1 }}",
     "padding with % and a name": "{{ '%(a%b)1000000000d' % {'a%b': 1} }}",
@@ -470,8 +471,7 @@ HARMFUL = {
     "doubling lists": ROUNDS + "[ns.x, ns.x]" + END_ROUNDS,
     "doubling tuples": ROUNDS + "(ns.x, ns.x)" + END_ROUNDS,
     "doubling dicts": ROUNDS + "{1: ns.x, 2: ns.x}" + END_ROUNDS,
-    "slices that are kept": "{% set ns = namespace(x=[]) %}{% set a = 'a' * 4000000 %}{% for i in range(9999) %}"
-    "{% set ns.x = [ns.x, a[i:]] %}{% endfor %}",
+    "slices": "{% set a = 'a' * 4000000 %}" + "".join(f"{{% set a{i} = a[1:] %}}" for i in range(200)),
     "macros that call themselves": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     "macros that branch": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "blocks that call themselves": "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
@@ -503,6 +503,7 @@ def test_a_harmful_template_is_stopped_in_time_and_memory_with_one_line(name: st
     finally:
         tracemalloc.stop()
     assert str(error.value).startswith("the chat template ")
+    assert "MemoryError" not in str(error.value)
     assert str(error.value).isprintable()
     assert seconds < MAX_SECONDS + 2  # a shared machine may be slow to notice
     assert peak < 300 << 20
