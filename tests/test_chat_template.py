@@ -435,8 +435,8 @@ HARMFUL = {
     "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
     "nested loops": RANGE + "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
     "a loop in a condition": RANGE + "{% for i in r %}{% for j in r if j < 0 %}{% endfor %}{% endfor %}",
-    "loops that print": "{% set a = 'x' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
-    "loops over plain text": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "printing again and again": "{% set a = 'x' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
+    "plain text again and again": "{% for i in range(99999) %}{% for j in range(99999) %}"
     + "y" * 9999
     + "{% endfor %}{% endfor %}",
     "a long text": "{{ 'a' * 10 ** 9 }}",
@@ -491,21 +491,26 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("name", HARMFUL)
-def test_a_harmful_template_is_stopped_in_time_and_memory_with_one_line(name: str) -> None:
+def test_a_harmful_template_is_stopped_in_time_with_one_line(name: str) -> None:
     template = template_of(HARMFUL[name])
-    tracemalloc.start()
     started = time.monotonic()
-    try:
-        with pytest.raises(TemplateError) as error:
-            template.encode([user("x")])
-        seconds = time.monotonic() - started
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(TemplateError) as error:
+        template.encode([user("x")])
+    assert time.monotonic() - started < MAX_SECONDS + 2  # a shared machine may be slow to notice
     assert str(error.value).startswith("the chat template ")
     assert "MemoryError" not in str(error.value)
     assert str(error.value).isprintable()
-    assert seconds < MAX_SECONDS + 2  # a shared machine may be slow to notice
+
+
+@pytest.mark.parametrize("name", [name for name in HARMFUL if "loop" not in name and "branch" not in name])
+def test_a_harmful_template_is_stopped_in_memory(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateError):
+            template_of(HARMFUL[name]).encode([user("x")])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert peak < 300 << 20
 
 
