@@ -116,7 +116,10 @@ class ChatTemplate:
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         prompt, text = self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))
         marks = Marks.unused_in([self._source, self._tool_source, *prompt.texts()])
-        return self._ids(self._marked(prompt, text, marks), prompt.messages, marks)
+        ids = self._ids(self._marked(prompt, text, marks), prompt.messages, marks)
+        if not ids:
+            raise TemplateError("the chat template makes nothing of these messages")
+        return ids
 
     # -- rendering -----------------------------------------------------------------------------------------------------
 
@@ -421,7 +424,7 @@ def _template_text(metadata: Mapping[str, Any], key: str) -> str | None:
     text = metadata.get(key)
     if text is not None and not isinstance(text, str):
         raise ModelFileError(f"{key} is not a text")
-    return text
+    return text if text and not text.isspace() else None
 
 
 def _one_line(message: object) -> str:

@@ -382,6 +382,17 @@ def test_without_a_template_a_vocabulary_with_chatml_tokens_gets_chatml_with_a_n
     assert template.render([system("s"), user("u")]) == template_of(CHATML_TEMPLATE).render([system("s"), user("u")])
 
 
+def test_a_blank_template_is_no_template() -> None:
+    template = ChatTemplate.from_gguf(QWEN | {"tokenizer.chat_template": " \n"}, TOKENIZERS["qwen"])
+    assert "no chat template" in template.notices[0]
+    assert template.render([user("u")]) == template_of(CHATML_TEMPLATE).render([user("u")])
+
+
+def test_a_template_that_writes_nothing_is_refused() -> None:
+    with pytest.raises(TemplateError, match="nothing"):
+        template_of("{% if false %}x{% endif %}").encode([user("u")])
+
+
 def test_without_a_template_and_its_tokens_messages_are_plain_lines_with_a_notice() -> None:
     metadata = {key: value for key, value in GEMMA.items() if key != "tokenizer.chat_template"}
     template = ChatTemplate.from_gguf(metadata, TOKENIZERS["gemma"])
@@ -704,7 +715,7 @@ def test_reasoning_that_the_template_keeps_has_its_ids_and_what_it_drops_is_gone
     for message in (beside, inside):
         kept = template.encode([user("a"), message], add_generation_prompt=False)
         assert shown(kept) == template.render([user("a"), message], add_generation_prompt=False)
-        assert kept[: len(prompt) + len(ids)] == prompt + ids or message is inside
+        assert kept[: len(prompt) + len(ids)] == prompt + ids
         dropped = template.encode([user("a"), message, user("b")])
         assert shown(dropped) == template.render([user("a"), message, user("b")])
         assert id_of("<think>") not in dropped
