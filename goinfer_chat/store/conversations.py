@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from engine.errors import UsageError
+from engine.kv_folder import SUFFIX
 from goinfer_chat.store import folder as files
 from goinfer_chat.store import queries
 from goinfer_chat.store.database import MIGRATIONS, Database
@@ -252,7 +253,7 @@ class Store:
 
     def kv_path(self, id: str) -> Path:
         """Where the KV cache of a conversation is, or would be, kept."""
-        return files.path_of(self.folder, id, "giw-kv")
+        return files.path_of(self.folder, id, SUFFIX)
 
     def kv_bytes(self, id: str) -> int:
         """Bytes of that file; 0 when there is none."""
@@ -260,27 +261,6 @@ class Store:
             return self.kv_path(id).lstat().st_size
         except OSError:
             return 0
-
-    def trim_kv(self, cap_bytes: int) -> list[Conversation]:
-        """Remove the caches used least recently until all together have at most `cap_bytes`; words stay.
-
-        Returns the conversations that lost theirs. Those that someone goes on with keep theirs.
-        """
-        kept = [(conversation, self.kv_bytes(conversation.id)) for conversation in self.recent()]
-        total, removed = sum(num_bytes for _, num_bytes in kept), []
-        for conversation, num_bytes in reversed(kept):
-            if total <= cap_bytes:
-                break
-            lock = self._lock(conversation.id)
-            if num_bytes and lock.acquire():
-                try:
-                    with files.explained(self.folder):
-                        self.kv_path(conversation.id).unlink(missing_ok=True)
-                finally:
-                    lock.release()
-                total -= num_bytes
-                removed.append(conversation)
-        return removed
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -310,7 +290,7 @@ class Store:
         return name
 
     def _lock(self, id: str) -> Lock:
-        return Lock(files.path_of(self.folder, id, "lock"))
+        return Lock(files.path_of(self.folder, id, files.LOCK_SUFFIX))
 
     def _held(self, id: str) -> Lock:
         lock = self._lock(id)

@@ -9,6 +9,7 @@ All of it is its owner's alone. The name of a file comes from an id that was dra
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER_ENVIRONMENT: Final = "GOINFER_CHAT_SESSION_DIR"
 DATABASE: Final = "conversations.db"
+LOCK_SUFFIX: Final = ".lock"
 _ID_FILE: Final = re.compile(r"([0-9a-f]{16})\..+", re.DOTALL)
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0)
@@ -110,7 +112,7 @@ def _move_new(source: Path, target: Path) -> None:
         raise
     except OSError:  # a file system without links
         if os.path.lexists(target):
-            raise FileExistsError(target) from None
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         os.replace(source, target)
 
 
@@ -127,11 +129,11 @@ def copy_private(source: Path, target: Path, *, replace: bool = True) -> bool:
     return True
 
 
-def path_of(folder: Path, id: str, kind: str) -> Path:
-    """The path of a conversation's file, such as "giw-kv". Raises StoreError for an id that was never drawn."""
+def path_of(folder: Path, id: str, suffix: str) -> Path:
+    """The path of a conversation's file. Raises StoreError for an id that was never drawn."""
     if not is_id(id):
         raise StoreError(f"{folder}: {id!r} is no id of a conversation; the store is damaged")
-    return folder / f"{id}.{kind}"
+    return folder / f"{id}{suffix}"
 
 
 def ids_with_files(folder: Path) -> set[str]:
@@ -141,7 +143,7 @@ def ids_with_files(folder: Path) -> set[str]:
 
 def remove_files(folder: Path, id: str) -> None:
     """Delete every file of a conversation but its lock. Raises StoreError."""
-    lock = path_of(folder, id, "lock")
+    lock = path_of(folder, id, LOCK_SUFFIX)
     with explained(folder):
         for path in folder.iterdir():
             if path.name.startswith(f"{id}.") and path != lock:
@@ -199,7 +201,7 @@ def set_aside(folder: Path) -> list[Path]:
         files = [path for end in ("", "-wal", "-shm") if os.path.lexists(path := folder / f"{DATABASE}{end}")]
         if not files:
             raise UsageError(f"{folder} has no {DATABASE}")
-        for path in folder.glob("*.lock"):
+        for path in folder.glob(f"*{LOCK_SUFFIX}"):
             lock = Lock(path)
             if not lock.acquire():
                 raise StoreError(f"{folder} is in use by another process; end it first")

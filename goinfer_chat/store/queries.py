@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
 from sqlite3 import Connection, Row
-from typing import Any
+from typing import Any, overload
 
 from engine.api import Message, TurnStats
 from goinfer_chat.store.names import name_from, numbered
@@ -360,7 +360,15 @@ def search(
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def storable(text: str | None) -> Any:
+@overload
+def storable(text: str) -> str: ...
+
+
+@overload
+def storable(text: None) -> None: ...
+
+
+def storable(text: str | None) -> str | None:
     """Lone surrogates, which no UTF-8 has, as U+FFFD."""
     return None if text is None else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
