@@ -234,7 +234,7 @@ def _delete(context: typer.Context, keys: Sequence[str], *, yes: bool) -> int:
     with _store(context) as store:
         conversations = {conversation.id: conversation for key in keys for conversation in [store.find(key)]}
         names = ", ".join(map(_name, conversations.values()))
-        if not yes and not _agreed(f"Delete {names}? Nothing of it is left", side):
+        if not yes and not _agreed(f"Delete {names}, with nothing left of it", side):
             return 0
         for conversation in conversations.values():
             if store.delete(conversation.id):

@@ -76,11 +76,8 @@ def _tighten(path: Path) -> None:
 
 
 def create_private(path: Path) -> int:
-    """A descriptor of a new file that only its owner can read, whatever the umask. Raises FileExistsError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY, 0o600)
-    if hasattr(os, "fchmod"):
-        os.fchmod(descriptor, 0o600)
-    return descriptor
+    """A descriptor of a new file that only its owner can read. Raises FileExistsError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY, 0o600)
 
 
 def write_private(path: Path, chunks: Iterator[bytes], *, replace: bool = True) -> None:
