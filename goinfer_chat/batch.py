@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Final
 
 from engine.api import Engine
@@ -14,14 +13,14 @@ from goinfer_chat.render import View
 from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
-from goinfer_chat.turn import play_turn
+from goinfer_chat.turn import open_engine, play_turn
 
 INTERRUPTED: Final = 130
 
 
 def run_items(
     items: Iterator[Item],
-    open_engine: Callable[[], Engine],
+    make_engine: Callable[[], Engine],
     settings: Settings,
     side: Stream,
     make_view: Callable[[], View],
@@ -33,7 +32,7 @@ def run_items(
     first = next(items, None)
     if first is None:
         return 0
-    with closing(open_engine()) as engine:
+    with open_engine(make_engine()) as engine:
         agent = Agent(engine, settings)
         item: Item | None = first
         while item is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -24,7 +23,7 @@ from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, parse_bool, resolve
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
-from goinfer_chat.turn import ENGINE_THREAD
+from goinfer_chat.turn import turn_is_running
 
 Flags = dict[str, Any]
 """Values by setting name; None where a flag was not given."""
@@ -37,8 +36,8 @@ def main(make_engine: EngineFactory = load_engine) -> NoReturn:
     open_closed_descriptors()
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the program runs
     code = _run(build_app(make_engine))
-    if any(thread.name == ENGINE_THREAD and thread.is_alive() for thread in threading.enumerate()):
-        # It would run into memory that Python takes down at exit.
+    if turn_is_running():
+        # Its thread would run into memory that Python takes down at exit.
         os._exit(code)
     sys.exit(code)
 

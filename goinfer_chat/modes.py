@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 
 from engine.api import Engine
@@ -15,6 +14,7 @@ from goinfer_chat.render import JsonView, TextView, View
 from goinfer_chat.script import Item, read_script
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
+from goinfer_chat.turn import open_engine
 
 EngineFactory = Callable[[Settings, Stream], Engine]
 """Makes the engine for these settings; progress goes to the stream. Raises ModelError or UsageError."""
@@ -30,7 +30,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
 
     # With standard output in a file the conversation still needs a terminal, and the file gets the replies alone.
     screen = replies if replies.terminal else side
-    with quiet_terminal(sys.stdin), closing(make_engine(settings, screen)) as engine:
+    with quiet_terminal(sys.stdin), open_engine(make_engine(settings, screen)) as engine:
         return run_repl(Agent(engine, settings), screen, partial(_view, settings, replies, screen))
 
 

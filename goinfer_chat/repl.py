@@ -86,6 +86,7 @@ class Prompt:
                 output=Screen.on(screen.file, colour=screen.colour),
                 completer=_Commands(agent),
                 complete_while_typing=False,
+                enable_suspend=True,
                 key_bindings=_keys(),
                 interrupt_exception=_LineCleared,
             )

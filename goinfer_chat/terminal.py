@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType, MappingProxyType
-from typing import Final, TextIO
+from typing import Final, NoReturn, TextIO
 
 from engine.errors import GoinferError
 
@@ -169,8 +169,9 @@ def _drop_buffer(file: TextIO) -> None:
 def quiet_terminal(file: TextIO) -> Iterator[None]:
     """Typing is not echoed and waits for the next prompt; the terminal is left as it was found.
 
-    Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. Ctrl-\\ is
-    off: it would end the program without a chance to restore anything. Without a terminal this does nothing.
+    Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. SIGTERM and
+    SIGHUP unwind the program by SystemExit. Ctrl-\\ is off: it would end the program without a chance to restore
+    anything. Without a terminal this does nothing.
     """
     if sys.platform == "win32" or not file.isatty():
         yield
@@ -191,10 +192,15 @@ def quiet_terminal(file: TextIO) -> Iterator[None]:
         os.kill(0, signal.SIGSTOP)
         termios.tcsetattr(descriptor, termios.TCSANOW, current)
 
-    previous = signal.signal(signal.SIGTSTP, suspend)
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    handlers = {signal.SIGTSTP: suspend, signal.SIGTERM: end, signal.SIGHUP: end}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, found)
-        signal.signal(signal.SIGTSTP, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

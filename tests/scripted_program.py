@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -14,6 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripted_engine import ScriptedEngine
 
 from goinfer_chat.cli import main
+from goinfer_chat.settings import Settings
+from goinfer_chat.terminal import Stream
 
 data = json.loads(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
-main(lambda settings, side: ScriptedEngine.from_json(data))
+
+
+def make_engine(settings: Settings, side: Stream) -> ScriptedEngine:
+    side.status("loading")
+    time.sleep(data.get("load_seconds", 0))
+    side.clear_status()
+    return ScriptedEngine.from_json(data)
+
+
+main(make_engine)

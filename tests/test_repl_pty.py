@@ -33,10 +33,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def begin(
-            *turns: dict[str, Any], arguments: tuple[str, ...] = (), shell: str | None = None, **terminal: Any
+            *turns: dict[str, Any],
+            arguments: tuple[str, ...] = (),
+            shell: str | None = None,
+            load_seconds: float = 0,
+            **terminal: Any,
         ) -> Terminal:
             script = tmp_path / "turns.json"
-            script.write_text(json.dumps({"turns": turns, "name": "Scripted\x1b[2J"}), encoding="utf-8")
+            data = {"turns": turns, "name": "Scripted\x1b[2J", "load_seconds": load_seconds}
+            script.write_text(json.dumps(data), encoding="utf-8")
             command = [sys.executable, str(PROGRAM), str(script), *arguments]
             if shell is not None:
                 command = ["/bin/sh", "-c", shell, "sh", *command]
@@ -293,6 +298,46 @@ def test_a_signal_that_ends_the_program_leaves_the_terminal_as_it_was(
     assert terminal.wait_for_end(5) == 128 + number
     assert_left_as_found(terminal)
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_loads_leaves_the_terminal_as_it_was(
+    start: Start, number: signal.Signals, code: int
+) -> None:
+    terminal = start(HELLO, load_seconds=30)
+    terminal.wait("loading")
+    assert terminal.attributes != terminal.found
+    terminal.signal(number)
+    assert terminal.wait_for_end(5) == code
+    assert_left_as_found(terminal)
+    assert "Traceback" not in terminal.text
+
+
+def test_what_is_typed_while_the_model_loads_is_the_first_message(start: Start) -> None:
+    terminal = start(HELLO, load_seconds=0.5)
+    terminal.wait("loading")
+    terminal.send("hi" + ENTER)
+    terminal.wait("Hello there.")
+    assert terminal.text.count("hi") == 1
+
+
+def test_suspending_at_the_prompt_gives_the_terminal_back_and_keeps_the_line(start: Start) -> None:
+    terminal = start(HELLO)
+    terminal.wait_for_prompt()
+    terminal.send("hal")
+    terminal.wait("> hal")
+    terminal.send("\x1a")
+    terminal.wait(lambda: terminal.attributes == terminal.found)
+    terminal.settle(0.3)
+    terminal.signal(signal.SIGCONT)
+    terminal.wait(lambda: terminal.typing)
+    terminal.send("lo" + ENTER)
+    terminal.wait("Hello there.")
+    assert "> hallo" in terminal.lines
+    terminal.wait_for_prompt()
+    terminal.send(CTRL_D)
+    assert terminal.wait_for_end() == 0
+    assert_left_as_found(terminal)
 
 
 def test_suspending_during_a_reply_gives_the_terminal_back_and_takes_it_again(start: Start) -> None:
