@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
+from engine.kernels.plan import QUERY_TILE
 from engine.quant import dequantize
 from engine.rope import cos_sin, frequencies
 
@@ -215,6 +216,8 @@ class _Reader:
             unsupported = f"keys of {head_dim} and values of {value_dim}"
         elif head_dim % 16 or head_dim > 512 or rope_dim % 16:
             unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512)"
+        elif heads // kv_heads > QUERY_TILE:
+            unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
         elif hidden % 32 or ffn % 32 or heads * head_dim % 32:
             unsupported = f"layer sizes {hidden}, {heads * head_dim} and {ffn} (multiples of 32)"
         if unsupported:

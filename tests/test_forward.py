@@ -23,7 +23,9 @@ from kernel_calls import assert_same_bits, target_named
 from tiny_models import write_tiny_model
 
 from engine import model_twin
+from engine.errors import UnsupportedModelError
 from engine.gguf_file import open_gguf
+from engine.kernels.plan import QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from engine.model import MAX_WANTED, Batch, Model
@@ -217,6 +219,19 @@ def test_parts_of_512_positions_have_the_bits_of_the_numpy_step(window: int, tmp
         table = runner.table()
         assert_same_bits(runner.feed(table, ids, 512, probes), expected.logits[[*probes, 1099]])
         assert_same_cache(runner, table, (expected.keys, expected.values))
+
+
+def test_as_many_query_heads_as_a_tile_holds_can_share_a_kv_head_and_no_more(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_kv_heads": 1, "head_dim": 16, "ffn_size": 32, "num_layers": 1}
+    ids = tokens(13)
+    path = write_tiny_model(tmp_path / "many.gguf", num_heads=QUERY_TILE, **sizes)
+    with open_gguf(path) as gguf:
+        expected = model_twin.forward(gguf, ids)
+    with running(path, threads=2) as runner:
+        assert_same_bits(runner.step((runner.table(), ids)), expected.logits)
+    more = write_tiny_model(tmp_path / "more.gguf", num_heads=QUERY_TILE + 2, **sizes)
+    with open_gguf(more) as gguf, pytest.raises(UnsupportedModelError, match=f"{QUERY_TILE + 2} query heads"):
+        Model.load(gguf)
 
 
 # ---------------------------------------------------------------- chunks and threads
