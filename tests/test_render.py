@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import unicodedata
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from goinfer_chat.render import (
     banner,
     error_object,
     prefill_line,
+    reply_object,
     report_error,
     stats_line,
     to_json,
@@ -194,27 +197,18 @@ def test_json_has_every_figure_and_null_where_one_is_not_known() -> None:
         view.event(event)
     assert err.getvalue() == "a fallback\n"
     assert out.getvalue().isascii()
-    assert json.loads(out.getvalue()) == {
-        "text": "y\x1b\x9bés",
-        "finish_reason": "stop",
-        "prompt_tokens": 3020,
-        "prefill_reused_tokens": 3000,
-        "prefill_tokens": 20,
-        "completion_tokens": 2,
-        "ttft_ms": 45.25,
-        "prefill_tok_s": None,
-        "decode_tok_s": 38.235,
-        "context_used": 3022,
-        "context_size": 8192,
-        "kv_bytes": 64,
-        "seed": 7,
-        "draft_tokens": None,
-        "draft_accepted": None,
-        "acceptance": None,
-        "tokens_per_step": None,
-        "restore_ms": None,
-        "restored_tokens": None,
-    }
+    shown = json.loads(out.getvalue())
+    assert list(shown) == ["text", "finish_reason", *(field.name for field in fields(TurnStats))]
+    assert (shown["text"], shown["finish_reason"]) == ("y\x1b\x9bés", "stop")
+    assert (shown["prompt_tokens"], shown["prefill_reused_tokens"], shown["prefill_tokens"]) == (3020, 3000, 20)
+    assert (shown["ttft_ms"], shown["decode_tok_s"], shown["seed"]) == (45.25, 38.235, 7)
+    assert [shown[name] for name in ("prefill_tok_s", "draft_tokens", "acceptance", "restore_ms")] == [None] * 4
+
+
+def test_the_guide_explains_every_key_of_json() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    keys = reply_object(reply(), ids=True)
+    assert [key for key in keys if f"`{key}`" not in guide] == []
 
 
 def test_json_has_ids_when_asked_for() -> None:
