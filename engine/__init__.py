@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.api import SpeculationMode
     from engine.local import LocalEngine
 
 __all__ = ["load"]
@@ -20,6 +21,7 @@ def load(
     kv_sessions: int = 4,
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
+    speculation: SpeculationMode = "off",
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -28,6 +30,7 @@ def load(
     kv_sessions    conversations whose cache is kept between requests; 0 keeps none
     chat_template  a Jinja template to use instead of the file's own
     progress       called with what is being done and the share of it that is done, 0 to 1
+    speculation    guess tokens ahead: the same replies, faster where they repeat text; a request may say otherwise
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -41,4 +44,5 @@ def load(
         kv_sessions=kv_sessions,
         chat_template=chat_template,
         progress=progress,
+        speculation=speculation,
     )

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from engine.errors import UsageError
 
@@ -18,6 +18,9 @@ FinishReason = Literal["stop", "length", "cancelled"]
 """`stop`: an end token or a stop string. `length`: max_tokens, or the context is full. `cancelled`: Request.cancel."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+SpeculationMode = Literal["off", "ngram"]
+"""How tokens are guessed ahead. `ngram`: from what stands earlier in the conversation. The words are the same."""
 
 
 def _check(ok: bool, message: str) -> None:
@@ -98,6 +101,8 @@ class Request:
     conversation: str = "default"
     """Whose cache this is: the conversation that owns the positions this request adds."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    speculation: SpeculationMode | None = None
+    """None: what the engine was loaded with."""
     cancel: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set from any thread to stop within half a second; what was generated is kept."""
 
@@ -106,6 +111,10 @@ class Request:
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}")
         _check(all(self.stop), "a stop string must not be empty")
         _check(self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "top_logprobs must be between 0 and 20")
+        _check(
+            self.speculation is None or self.speculation in get_args(SpeculationMode),
+            f"unknown speculation {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +151,19 @@ class TurnStats:
     kv_bytes: int = 0
     seed: int | None = None
     draft_tokens: int | None = None
+    """Tokens guessed ahead; this and the next six are None where speculation is off."""
     draft_accepted: int | None = None
+    """Of these, how many the model drew too."""
     acceptance: float | None = None
+    """draft_accepted / draft_tokens."""
     tokens_per_step: float | None = None
+    """Tokens drawn for each step after the prompt's; 1 is plain decoding."""
+    undrafted_steps: int | None = None
+    """Steps after the prompt's in which nothing was guessed."""
+    draft_saved_ms: float | None = None
+    """Estimated: what plain steps for the same tokens would have taken, less what the steps with guesses took."""
+    draft_pauses: int | None = None
+    """How often guessing was stopped for a while because it made the reply slower."""
     restore_ms: float | None = None
     restored_tokens: int | None = None
 

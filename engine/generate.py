@@ -5,7 +5,10 @@ sampling and decoding. Whatever ids have no K/V yet are what it schedules next: 
 token. A step runs the scheduled rows of all running generations in one forward call and hands each its logits.
 
 By the contract of the numerics no result depends on how the rows are cut, so `PrefillPace` is free to choose chunks
-that leave room to look for a cancellation often enough.
+that leave room to look for a cancellation often enough. For the same reason a step may run tokens that are only
+guessed (`speculate.py`): from each row is drawn what plain decoding draws at that position, and a guess is kept if it
+is what was drawn. The first row behind a wrong guess ends the step. Only what was drawn ever reaches ids, text, stop
+strings and table, so there is nothing to take back.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -32,10 +36,11 @@ from engine.api import (
     TokenLogprobs,
     TurnStats,
 )
-from engine.kv_cache import BlockTable
-from engine.model import Batch
+from engine.kv_cache import BlockTable, CacheFullError
+from engine.model import MAX_WANTED, Batch
 from engine.sampler import Sampler, log_probabilities
 from engine.sessions import Sessions
+from engine.speculate import Speculation, StepTime
 from engine.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -53,6 +58,16 @@ class Rows:
     table: BlockTable
     ids: list[int]
     num_wanted: int
+    num_drafted: int = 0
+    """How many of the last ids are guesses."""
+
+    @property
+    def known(self) -> list[int]:
+        return self.ids[: len(self.ids) - self.num_drafted]
+
+    @property
+    def draft(self) -> list[int]:
+        return self.ids[len(self.ids) - self.num_drafted :]
 
 
 class PrefillPace:
@@ -96,6 +111,7 @@ class Generation:
         seed: int,
         context_size: int,
         submitted: float,
+        speculation: Speculation | None = None,
     ) -> None:
         """`table` holds the start of the prompt that needs no evaluation; `submitted` is a time of perf_counter."""
         assert len(table) < len(prompt_ids) < context_size
@@ -103,6 +119,7 @@ class Generation:
         self.ids = list(prompt_ids)
         self.finish_reason: FinishReason | None = None
         self.events: list[Event] = []
+        self.speculation = speculation
         self._request = request
         self._tokenizer = tokenizer
         self._sampler = Sampler(request.sampling, seed)
@@ -129,26 +146,34 @@ class Generation:
             return False
         return len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
 
-    def schedule(self, pace: PrefillPace) -> Rows:
-        """What to run next; logits are wanted of a last row that something is drawn from."""
+    def schedule(self, pace: PrefillPace, num_running: int = 1) -> Rows:
+        """What to run next; logits are wanted of a last row that something is drawn from, and of guesses after it."""
         start = len(self.table)
         ids = self.ids[start : start + pace.rows(len(self.ids) - start)]
         draws = self.finish_reason is None and start + len(ids) == len(self.ids)
-        return Rows(self.table, ids, num_wanted=int(draws))
+        if self.speculation is None or not draws or start < self._num_prompt:
+            return Rows(self.table, ids, num_wanted=int(draws))
+        limit = min(MAX_WANTED // num_running, self._end - len(self.ids)) - 1
+        draft = self.speculation.draft(self.ids, limit, num_running)
+        return Rows(self.table, ids + draft, num_wanted=1 + len(draft), num_drafted=len(draft))
 
-    def accept(self, num_rows: int, logits: NDArray[np.float32] | None, started: float) -> None:
-        """Take in a step that began at `started` and wrote `num_rows` rows; logits [V] f32 of the last, if wanted."""
+    def accept(self, rows: Rows, logits: NDArray[np.float32], started: float, time: StepTime) -> None:
+        """Take in a step that began at `started` and ran `rows`; logits [W, V] f32 of those that are wanted."""
+        self.table.append(rows.known)
         length = len(self.table)
         prefilled = length <= self._num_prompt
         if prefilled:
-            self._prefill_tokens += num_rows
+            self._prefill_tokens += len(rows.ids)
             self._prefill_seconds += perf_counter() - started
             self.events.append(PrefillProgress(length, self._num_prompt, self._num_reused))
-        if logits is not None:
-            self._draw(logits)
-            if not prefilled:
-                self._decode_tokens += 1
-                self._decode_seconds += perf_counter() - started
+        if not len(logits):
+            return
+        drawn = self._draw_all(rows.draft, logits)
+        if not prefilled:
+            self._decode_tokens += len(drawn)
+            self._decode_seconds += perf_counter() - started
+            if self.speculation is not None:
+                self.speculation.learn(drawn, rows.num_drafted, time)
 
     def cancel(self) -> None:
         """End the reply with what there is."""
@@ -174,7 +199,26 @@ class Generation:
     def _reply_ids(self) -> list[int]:
         return self.ids[self._num_prompt :]
 
-    def _draw(self, logits: NDArray[np.float32]) -> None:
+    def _draw_all(self, draft: list[int], logits: NDArray[np.float32]) -> list[int]:
+        """The tokens drawn from rows of logits [1 + D, V] f32, up to the first that a draft of D did not guess.
+
+        A guess that was drawn has its K/V already, in the row that was run for it.
+        """
+        drawn: list[int] = []
+        for i, row in enumerate(logits):
+            position = len(self.ids)
+            token = self._draw(row)
+            drawn.append(token)
+            right = i < len(draft) and draft[i] == token
+            if right and len(self.ids) > position:  # else it is an end token, or a stop string cut it off
+                self.table.append([token])
+            if not right or self.finish_reason is not None:
+                break
+        if draft:
+            self.table.truncate(len(self.table))  # no more room than without guesses
+        return drawn
+
+    def _draw(self, logits: NDArray[np.float32]) -> int:
         """The next token: it ends the reply, or becomes part of it."""
         logits = logits[: self._tokenizer.vocab_size]  # some models have more rows, as padding
         token = self._sampler.sample(logits, len(self.ids), self.ids)
@@ -182,7 +226,7 @@ class Generation:
             self._first_token = perf_counter()
         if token in self._tokenizer.end_ids:
             self._finish("stop")
-            return
+            return token
         if self._request.top_logprobs is not None:
             self._logprobs.append(self._describe(logits, token, self._request.top_logprobs))
         self.ids.append(token)
@@ -192,6 +236,7 @@ class Generation:
             self._stop()
         elif len(self.ids) == self._end:
             self._finish("length")
+        return token
 
     def _describe(self, logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
         def entry(i: int, logprob: float) -> Logprob:
@@ -229,8 +274,8 @@ class Generation:
         self.table.truncate(min(len(self.table), len(self.ids)))
 
     def _stats(self) -> TurnStats:
-        known, sampling = self._first_token, self._sampler
-        return TurnStats(
+        known, sampling, speculation = self._first_token, self._sampler, self.speculation
+        stats = TurnStats(
             prompt_tokens=self._num_prompt,
             prefill_reused_tokens=self._num_reused,
             prefill_tokens=self._prefill_tokens,
@@ -242,6 +287,18 @@ class Generation:
             context_size=self._context_size,
             kv_bytes=self.table.num_bytes,
             seed=sampling.seed,
+        )
+        if speculation is None:
+            return stats
+        return replace(
+            stats,
+            draft_tokens=speculation.num_guessed,
+            draft_accepted=speculation.num_accepted,
+            acceptance=_rate(speculation.num_accepted, speculation.num_guessed),
+            tokens_per_step=_rate(speculation.num_drawn, speculation.num_steps),
+            undrafted_steps=speculation.num_steps - speculation.num_drafted_steps,
+            draft_saved_ms=speculation.saved_seconds * 1e3,
+            draft_pauses=speculation.num_pauses,
         )
 
 
@@ -271,14 +328,32 @@ def step(model: Model, sessions: Sessions, running: Sequence[Generation], pace: 
     Raises CacheFullError when their positions do not fit even with every idle conversation evicted.
     """
     started = perf_counter()
-    scheduled = [generation.schedule(pace) for generation in running]
-    for rows in scheduled:
-        sessions.reserve(rows.table, len(rows.ids))
-    logits = iter(model.forward(to_batch(scheduled)))
-    pace.measured(sum(len(rows.ids) for rows in scheduled), perf_counter() - started)
+    scheduled = [_reserve(sessions, generation.schedule(pace, len(running))) for generation in running]
+    num_rows, num_wanted = sum(len(rows.ids) for rows in scheduled), sum(rows.num_wanted for rows in scheduled)
+    num_drafted = sum(rows.num_drafted for rows in scheduled)
+    begun = perf_counter()
+    logits = model.forward(to_batch(scheduled))
+    seconds = perf_counter() - begun
+    if not num_drafted:
+        pace.measured(num_rows, perf_counter() - started)
+    costs = next((generation.speculation.costs for generation in running if generation.speculation), None)
+    if costs is not None and num_wanted == num_rows:  # nothing but decoding
+        costs.measured(num_rows, num_drafted, max(len(rows.table) for rows in scheduled), seconds)
+    time = StepTime(seconds, num_rows, len(running))
     for generation, rows in zip(running, scheduled):
-        rows.table.append(rows.ids)
-        generation.accept(len(rows.ids), next(logits) if rows.num_wanted else None, started)
+        generation.accept(rows, logits[: rows.num_wanted], started, time)
+        logits = logits[rows.num_wanted :]
+
+
+def _reserve(sessions: Sessions, rows: Rows) -> Rows:
+    """Make room for the rows. Guesses are left out where they would cost another conversation its cache."""
+    if rows.num_drafted:
+        with suppress(CacheFullError):
+            rows.table.reserve(len(rows.ids))
+            return rows
+        rows = Rows(rows.table, rows.known, num_wanted=1)
+    sessions.reserve(rows.table, len(rows.ids))
+    return rows
 
 
 def to_batch(scheduled: Sequence[Rows]) -> Batch:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
-from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, TextDelta
+from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, SpeculationMode, TextDelta
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
 from engine.errors import ContextExceededError, EngineError, ModelFileError, UsageError
@@ -27,6 +27,7 @@ from engine.memory import MemoryPlan, available_memory, plan_memory
 from engine.model import MAX_WANTED, Model
 from engine.sampler import log_probabilities
 from engine.sessions import Sessions
+from engine.speculate import Speculator
 from engine.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
@@ -52,10 +53,14 @@ class LocalEngine:
         kv_sessions: int,
         chat_template: str | None,
         progress: Progress | None,
+        speculation: SpeculationMode = "off",
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
             raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
+        if speculation not in get_args(SpeculationMode):
+            known = ", ".join(get_args(SpeculationMode))
+            raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
         if threads is not None and threads < 1:
             raise UsageError(f"threads must be 1 or more, not {threads}")
         with ExitStack() as undo:
@@ -82,7 +87,7 @@ class LocalEngine:
                 gguf, threads=threads, max_rows=MAX_ROWS, max_positions=plan.context_size, progress=progress
             )
             undo.callback(model.close)
-            engine = cls(gguf, tokenizer, template, model, plan, kv_sessions)
+            engine = cls(gguf, tokenizer, template, model, plan, kv_sessions, speculation)
             undo.pop_all()
             return engine
 
@@ -94,6 +99,7 @@ class LocalEngine:
         model: Model,
         plan: MemoryPlan,
         kv_sessions: int,
+        speculation: SpeculationMode = "off",
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -104,6 +110,8 @@ class LocalEngine:
         model.bind_pool(self._pool)
         self._sessions = Sessions(self._pool, kv_sessions)
         self._pace = PrefillPace()
+        self._speculation = speculation
+        self._speculator = Speculator()
         self._lock = threading.Lock()  # held while a request runs; not reentrant, any thread may drive the iterator
         self._closing = threading.Event()
         self._closed = False
@@ -228,6 +236,7 @@ class LocalEngine:
             return request.cancel.is_set() or self._closing.is_set()
 
         def start(table: BlockTable) -> Generation:
+            off = (request.speculation or self._speculation) == "off"
             return Generation(
                 request,
                 prompt_ids,
@@ -236,6 +245,7 @@ class LocalEngine:
                 seed=secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed,
                 context_size=self.info.context_size,
                 submitted=submitted,
+                speculation=None if off else self._speculator.begin(table, self.tokenizer.end_ids),
             )
 
         while not self._lock.acquire(timeout=0.05):
