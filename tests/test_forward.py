@@ -243,9 +243,10 @@ PROBES = [*range(0, LENGTH, 40), 63, 64, 511, 512, 513]
 def test_chunks_and_threads_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
     ids = tokens(LENGTH)
     expected = None
-    for threads in (1, 2):
+    # Three threads wait for each other long on two CPUs, so only few steps.
+    for threads, chunks in ((1, (512, 64, 7, 2, 1)), (2, (512, 64, 7, 2, 1)), (3, (512, 64))):
         with running(tiny(name), threads=threads) as runner:
-            for chunk in (512, 64, 7, 2, 1):
+            for chunk in chunks:
                 table = runner.table()
                 found = runner.feed(table, ids, chunk, PROBES), runner.cache(table)
                 expected = expected or found
