@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from store_helpers import MODEL, NEW, assistant, everything, kept, run_code, say, user, words
@@ -400,6 +401,10 @@ def damaged_copies(whole: bytes) -> Iterator[bytes]:
     for position in [*range(0, 100, 7), *range(100, len(whole), len(whole) // 60)]:
         yield whole[:position] + bytes([whole[position] ^ 0x41]) + whole[position + 1 :]
     yield whole[:4096] + bytes(len(whole) - 4096)
+    random = Random(7)
+    for _ in range(120):
+        position = random.choice([position for position, byte in enumerate(whole) if byte])
+        yield whole[:position] + bytes([whole[position] ^ 1 << random.randrange(8)]) + whole[position + 1 :]
 
 
 def test_a_damaged_database_never_ends_in_anything_but_a_clear_error(folder: Path) -> None:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from goinfer_chat.store.records import StoreError
 
 APPLICATION_ID: Final = int.from_bytes(b"giwc", "big")
 """In the header of the file, so that another program's database is never taken for ours."""
 BUSY_SECONDS: Final = 10.0
+_REMEDY: Final = "restore a copy of it, or move it out of the way with `goinfer-chat sessions set-aside`"
 
 _SCHEMA_1: Final = (
     """
@@ -95,7 +96,7 @@ class Database:
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
             try:
-                self._connection.row_factory = sqlite3.Row
+                self._connection.row_factory = _Row
                 self._configure()
                 self._migrate(migrations)
             except BaseException:
@@ -204,10 +205,26 @@ class Database:
         """SQLite's errors as StoreError; those that only a bug can cause stay what they are."""
         try:
             yield
-        except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError):
+        except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
             raise
+        except UnicodeDecodeError as error:  # SQLite reports damage in the words that it found
+            raise damaged("text that is no UTF-8") from error
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: {_explanation(error)}") from error
+
+
+class _Row(sqlite3.Row):
+    """A row whose columns are there, unless the schema in the file is damaged."""
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except IndexError:
+            raise damaged(f"no {key}") from None
+
+
+def damaged(what: str) -> StoreError:
+    return StoreError(f"the store of conversations is damaged: {what}; {_REMEDY}")
 
 
 def _contains(text: str, part: str) -> bool:
@@ -226,7 +243,4 @@ def _explanation(error: sqlite3.Error) -> str:
         return f"it cannot be opened for writing ({error}); make it writable, or name another folder with --session-dir"
     if "no such module" in str(error) or "no such tokenizer" in str(error):
         return f"the SQLite of this Python ({sqlite3.sqlite_version}) lacks full-text search by trigrams; 3.34 has it"
-    return (
-        f"the file is damaged or no database ({error}); restore a copy of it, or move it out of the way with "
-        "`goinfer-chat sessions set-aside`"
-    )
+    return f"the file is damaged or no database ({error}); {_REMEDY}"

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
 from sqlite3 import Connection, Row
-from typing import Any, overload
+from typing import Any, TypeVar, get_args, overload
 
-from engine.api import Message, TurnStats
+from engine.api import Message, Role, TurnStats
+from goinfer_chat.store.database import damaged
 from goinfer_chat.store.names import name_from, numbered
 from goinfer_chat.store.records import (
     Conversation,
     Ending,
     ModelRef,
     StoredMessage,
-    StoreError,
 )
 
 _CONVERSATIONS = """
@@ -27,6 +27,7 @@ _CONVERSATIONS = """
         (SELECT m.stats FROM messages m WHERE m.id = c.head) AS head_stats
     FROM conversations c
 """
+_T = TypeVar("_T")
 _HAS_MESSAGES = "EXISTS (SELECT 1 FROM messages m WHERE m.conversation = c.id AND m.kept)"
 
 
@@ -47,7 +48,7 @@ def recent(connection: Connection, limit: int | None) -> list[Conversation]:
 
 
 def ids(connection: Connection) -> set[str]:
-    return {row["id"] for row in connection.execute("SELECT id FROM conversations")}
+    return {_need(row, "id", str) for row in connection.execute("SELECT id FROM conversations")}
 
 
 def empty_ids(connection: Connection) -> list[str]:
@@ -55,17 +56,18 @@ def empty_ids(connection: Connection) -> list[str]:
     rows = connection.execute(
         "SELECT id FROM conversations c WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.conversation = c.id)"
     )
-    return [row["id"] for row in rows]
+    return [_need(row, "id", str) for row in rows]
 
 
 def named(connection: Connection, name: str) -> str | None:
     """The id of the conversation of that name."""
     row = connection.execute("SELECT id FROM conversations WHERE name = ?", (name,)).fetchone()
-    return row["id"] if row else None
+    return _need(row, "id", str) if row else None
 
 
 def names(connection: Connection) -> set[str]:
-    return {row["name"] for row in connection.execute("SELECT name FROM conversations WHERE name IS NOT NULL")}
+    rows = connection.execute("SELECT name FROM conversations WHERE name IS NOT NULL")
+    return {_need(row, "name", str) for row in rows}
 
 
 def insert_conversation(
@@ -96,7 +98,7 @@ def touch(connection: Connection, id: str, *, holder: int | None = None) -> None
 
 def holder(connection: Connection, id: str) -> int | None:
     row = connection.execute("SELECT holder FROM conversations WHERE id = ?", (id,)).fetchone()
-    return row["holder"] if row else None
+    return _get(row, "holder", int) if row else None
 
 
 def rename(connection: Connection, id: str, name: str) -> None:
@@ -130,17 +132,18 @@ def _model(model: ModelRef | None) -> tuple[str | None, str | None]:
 
 
 def _conversation(row: Row) -> Conversation:
-    stats = _stats(row["head_stats"])
+    stats = _stats(_text(row, "head_stats"))
+    model = _text(row, "model")
     return Conversation(
-        id=row["id"],
-        name=row["name"],
-        created=row["created"],
-        updated=row["updated"],
-        model=ModelRef(identity=row["model"], name=row["model_name"] or "") if row["model"] else None,
-        system=row["system"],
-        settings=_json(row["settings"], dict),
-        head=row["head"],
-        num_messages=row["num_messages"],
+        id=_need(row, "id", str),
+        name=_text(row, "name"),
+        created=_need(row, "created", float),
+        updated=_need(row, "updated", float),
+        model=ModelRef(identity=model, name=_text(row, "model_name") or "") if model else None,
+        system=_text(row, "system"),
+        settings=_json(_need(row, "settings", str), dict),
+        head=_get(row, "head", int),
+        num_messages=_need(row, "num_messages", int),
         context_tokens=stats.context_used if stats else None,
     )
 
@@ -325,7 +328,7 @@ def _draw_name(connection: Connection, conversation: str) -> None:
         (conversation,),
     ).fetchone()
     if row:
-        rename(connection, conversation, numbered(name_from(row["content"]), names(connection)))
+        rename(connection, conversation, numbered(name_from(_need(row, "content", str)), names(connection)))
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -351,10 +354,11 @@ def search(
         values.append(conversation)
     where = " AND ".join(conditions)  # constants, all of them
     rows = connection.execute(
-        f"SELECT m.* FROM messages m WHERE {where} ORDER BY m.id DESC LIMIT ?",  # noqa: S608
+        "SELECT m.* FROM messages m JOIN conversations c ON c.id = m.conversation"  # noqa: S608
+        f" WHERE {where} ORDER BY m.id DESC LIMIT ?",
         (*values, limit),
     )
-    return [(row["conversation"], _message(row)) for row in rows]
+    return [(_need(row, "conversation", str), _message(row)) for row in rows]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -381,38 +385,60 @@ def _decode_ids(blob: bytes | None) -> tuple[int, ...] | None:
     if blob is None:
         return None
     if len(blob) % 4:
-        raise _damaged("token ids")
+        raise damaged("token ids cannot be read")
     return struct.unpack(f"<{len(blob) // 4}I", blob)
 
 
 def _message(row: Row) -> StoredMessage:
-    calls = _json(row["tool_calls"], list) if row["tool_calls"] is not None else []
+    role: Any = _need(row, "role", str)
+    if role not in get_args(Role):
+        raise damaged(f"a message of the role {role!r}")
+    calls = _text(row, "tool_calls")
+    ending: Any = _text(row, "finish_reason")
     return StoredMessage(
-        id=row["id"],
-        parent=row["parent"],
+        id=_need(row, "id", int),
+        parent=_get(row, "parent", int),
         message=Message(
-            role=row["role"],
-            content=row["content"],
-            thinking=row["thinking"],
-            ids=_decode_ids(row["ids"]),
-            tool_calls=tuple(calls),
-            tool_call_id=row["tool_call_id"],
-            name=row["name"],
+            role=role,
+            content=_need(row, "content", str),
+            thinking=_text(row, "thinking"),
+            ids=_decode_ids(_get(row, "ids", bytes)),
+            tool_calls=tuple(_json(calls, list)) if calls is not None else (),
+            tool_call_id=_text(row, "tool_call_id"),
+            name=_text(row, "name"),
         ),
-        created=row["created"],
-        model=row["model"],
-        finish_reason=row["finish_reason"],
-        stats=_stats(row["stats"]),
+        created=_need(row, "created", float),
+        model=_text(row, "model"),
+        finish_reason=ending,
+        stats=_stats(_text(row, "stats")),
     )
+
+
+def _get(row: Row, name: str, kind: type[_T]) -> _T | None:
+    value = row[name]
+    if value is not None and not isinstance(value, kind):
+        raise damaged(f"{name} is no {kind.__name__}")
+    return value
+
+
+def _need(row: Row, name: str, kind: type[_T]) -> _T:
+    value = _get(row, name, kind)
+    if value is None:
+        raise damaged(f"{name} is missing")
+    return value
+
+
+def _text(row: Row, name: str) -> str | None:
+    return _get(row, name, str)
 
 
 def _json(text: str, kind: type) -> Any:
     try:
         value = json.loads(text)
-    except ValueError:
-        raise _damaged("JSON") from None
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, kind):
-        raise _damaged("JSON")
+        raise damaged(f"JSON that is no {kind.__name__}")
     return value
 
 
@@ -429,9 +455,3 @@ def stats_from(values: Mapping[str, Any]) -> TurnStats | None:
 
 def _stats(text: str | None) -> TurnStats | None:
     return None if text is None else stats_from(_json(text, dict))
-
-
-def _damaged(what: str) -> StoreError:
-    return StoreError(
-        f"the store of conversations holds {what} that cannot be read: it is damaged; restore a copy of it"
-    )
