@@ -243,12 +243,20 @@ PROBES = [*range(0, LENGTH, 40), 63, 64, 511, 512, 513]
 def test_chunks_and_threads_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
     ids = tokens(LENGTH)
     expected = None
-    # Three threads wait for each other long on two CPUs, so only few steps.
-    for threads, chunks in ((1, (512, 64, 7, 2, 1)), (2, (512, 64, 7, 2, 1)), (3, (512, 64))):
+    # Threads wait for each other long where other work shares the CPUs: most single rows are left to one thread, and
+    # to two those before and after position 512.
+    for threads, chunks, late in (
+        (1, (512, 64, 7, 2, 1), 0),
+        (2, (512, 64, 7), 0),
+        (2, (2, 1), 490),
+        (3, (512, 64), 0),
+    ):
         with running(tiny(name), threads=threads) as runner:
             for chunk in chunks:
                 table = runner.table()
-                found = runner.feed(table, ids, chunk, PROBES), runner.cache(table)
+                logits = [runner.feed(table, ids[:late], 512, PROBES)[:-1]] if late else []
+                logits.append(runner.feed(table, ids[late:], chunk, PROBES))
+                found = np.concatenate(logits), runner.cache(table)
                 expected = expected or found
                 assert_same_bits(found[0], expected[0])
                 assert_same_cache(runner, table, expected[1])
