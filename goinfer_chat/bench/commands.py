@@ -1,0 +1,203 @@
+"""The commands below `goinfer-chat bench`: flags in, tables or JSON out."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from engine.errors import UsageError
+from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.modes import EngineFactory
+from goinfer_chat.render import to_json
+from goinfer_chat.settings import SETTINGS, Settings, parse_int, resolve
+from goinfer_chat.terminal import Stream
+
+if TYPE_CHECKING:
+    from goinfer_chat.bench.peer_process import PeerChoice
+
+_SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
+_SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "ctx"))
+_TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag == "max-tokens")
+
+PeerName = Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Measure this one in turn: llama.cpp.")]
+PeerPython = Annotated[
+    str | None, typer.Option("--peer-python", metavar="PATH", help="The Python that has the peer. [default: this one]")
+]
+Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How often everything is measured.")]
+
+
+def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.Typer:
+    """The commands, with what makes an engine and the environment that settings come from."""
+    app = typer.Typer(help="Measure how fast a model runs here, beside the machine's limits.", rich_markup_mode=None)
+
+    def settings_of(context: typer.Context, flags: Flags) -> Settings:
+        return resolve(given_flags(context, flags), environ)
+
+    @app.command("speed")
+    @partial(with_settings, settings=_SPEED_SETTINGS)
+    def speed_command(
+        context: typer.Context,
+        flags: Flags,
+        prefill: Annotated[str, typer.Option(metavar="N,N", help="Tokens of the prompts; or none.")] = "512,3020",
+        depth: Annotated[str, typer.Option(metavar="N,N", help="Tokens in the cache before decoding.")] = "128,2048",
+        rows: Annotated[str, typer.Option(metavar="N,N", help="Rows of a step, to see what each costs.")] = "none",
+        tokens: Annotated[int, typer.Option(metavar="N", help="Tokens decoded each time.")] = 64,
+        repeat: Repeat = 5,
+        peer: PeerName = None,
+        peer_python: PeerPython = None,
+    ) -> int:
+        """Prefill and decode with given tokens, beside the limits of the machine."""
+        from goinfer_chat.bench.speed import Plan
+
+        plan = Plan(
+            prefill=parse_counts(prefill),
+            depths=parse_counts(depth),
+            rows=parse_counts(rows),
+            tokens=tokens,
+            repeat=repeat,
+        )
+        return _speed(settings_of(context, flags), plan, _peer(peer, peer_python))
+
+    @app.command("replay")
+    @partial(with_settings, settings=_SETTINGS)
+    def replay_command(
+        context: typer.Context,
+        flags: Flags,
+        turns: Annotated[int, typer.Option(metavar="N", help="Turns of the session.")] = 10,
+        reuse: Annotated[bool, typer.Option(help="Keep what was read before, or read everything each turn.")] = True,
+        repeat: Repeat = 3,
+        peer: PeerName = None,
+        peer_python: PeerPython = None,
+    ) -> int:
+        """The time to the first token in each turn of a coding agent's session."""
+        _at_least_one(repeat)
+        choice = _peer(peer, peer_python)
+        return _replay(settings_of(context, flags), make_engine, turns, reuse, repeat, choice)
+
+    @app.command("copy")
+    @partial(with_settings, settings=_TRAFFIC_SETTINGS)
+    def copy_command(context: typer.Context, flags: Flags, repeat: Repeat = 3) -> int:
+        """Decoding of a reply that repeats code of the prompt."""
+        _at_least_one(repeat)
+        return _traffic(settings_of(context, flags), make_engine, "copy", repeat)
+
+    @app.command("chat")
+    @partial(with_settings, settings=_TRAFFIC_SETTINGS)
+    def chat_command(context: typer.Context, flags: Flags, repeat: Repeat = 3) -> int:
+        """Decoding of replies to ordinary questions."""
+        _at_least_one(repeat)
+        return _traffic(settings_of(context, flags), make_engine, "chat", repeat)
+
+    return app
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them; `none` is none. Raises UsageError."""
+    return () if text == "none" else tuple(parse_int(part) for part in text.split(","))
+
+
+def _at_least_one(repeat: int) -> None:
+    if repeat < 1:
+        raise UsageError(f"repeat must be 1 or more, not {repeat}")
+
+
+def _peer(name: str | None, python: str | None) -> PeerChoice | None:
+    from goinfer_chat.bench.peer_process import PeerChoice
+
+    if name is None:
+        if python is not None:
+            raise UsageError("--peer-python says where a peer is; give --peer too")
+        return None
+    return PeerChoice(name=name, python=python or sys.executable)
+
+
+def _streams(settings: Settings) -> tuple[Stream, Stream]:
+    return Stream(sys.stdout), Stream(None if settings.quiet else sys.stderr)
+
+
+def _show(settings: Settings, out: Stream, result: dict[str, Any], lines: Sequence[str]) -> int:
+    if settings.json:
+        out.write(to_json({"date": datetime.datetime.now().astimezone().date().isoformat(), **result}))
+    else:
+        for line in lines:
+            out.line(line)
+    return 0
+
+
+def _model_file(settings: Settings, side: Stream) -> Path:
+    from goinfer_chat import catalogue
+    from goinfer_chat.loading import fetch_model
+
+    return catalogue.resolve(settings.model) or fetch_model(settings.model, side)
+
+
+def _speed(settings: Settings, plan: Any, peer: PeerChoice | None) -> int:
+    from goinfer_chat.bench.speed import measure_speed
+
+    out, side = _streams(settings)
+    path = _model_file(settings, side)
+    result = measure_speed(path, plan, threads=settings.threads, peer=peer, progress=partial(_progress, side))
+    side.clear_status()
+    return _show(settings, out, result.as_object(), result.lines())
+
+
+def _replay(
+    settings: Settings, make_engine: EngineFactory, turns: int, reuse: bool, repeat: int, peer: PeerChoice | None
+) -> int:
+    from goinfer_chat.bench.machine import describe
+    from goinfer_chat.bench.peer_process import Peer
+    from goinfer_chat.bench.replay import Replay, lines
+
+    out, side = _streams(settings)
+    machine = describe()
+    with ExitStack() as close:
+        engine = close.enter_context(closing(make_engine(settings, side)))
+        info = engine.info
+        other = None
+        if peer is not None:
+            path = _model_file(settings, side)
+            other = close.enter_context(Peer(peer, path, threads=info.threads, num_positions=info.context_size))
+        rows = Replay(engine, num_turns=turns, reuse=reuse, peer=other).play(repeat, partial(_progress, side))
+        name = f"{other.name} {other.version}" if other else None
+    side.clear_status()
+    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "peer": name, "reuse": reuse}
+    head = [
+        f"{info.name}, {'with' if reuse else 'without'} reuse",
+        *machine.lines(info.threads),
+        "",
+    ]
+    return _show(settings, out, about | {"turns": [row.as_object() for row in rows]}, head + lines(rows, name))
+
+
+def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, repeat: int) -> int:
+    from goinfer_chat.bench.asking import ask
+    from goinfer_chat.bench.machine import describe
+    from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, Way, lines, measure
+
+    out, side = _streams(settings)
+    machine = describe()
+    with closing(make_engine(settings, side)) as engine:
+        info = engine.info
+        rows = measure(
+            COPY if kind == "copy" else CHAT,
+            [Way("plain", lambda request: ask(engine, request).reply)],
+            engine.forget,
+            max_tokens=settings.max_tokens or MAX_TOKENS,
+            repeat=repeat,
+            progress=partial(_progress, side),
+        )
+    side.clear_status()
+    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "traffic": kind}
+    head = [f"{info.name}, {kind}", *machine.lines(info.threads), ""]
+    return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
+
+
+def _progress(side: Stream, what: str, share: float) -> None:
+    side.status(f"{what} ({share:.0%})")

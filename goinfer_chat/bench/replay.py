@@ -1,0 +1,169 @@
+"""`bench replay`: the time to the first token, turn by turn, in a session of a coding agent.
+
+The session is fixed (`transcript.py`), so that every engine reads the same words. A turn is timed as the wall clock of
+a request for one token. Then the fixed reply is put behind the prompt untimed, so that its keys and values are cached
+when the next turn comes, as they are when the model has written the reply itself. So a turn reads what is new to a
+model in a live session: the result of a tool, and what the template puts around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from engine.api import Engine, Message, Request
+from engine.errors import TemplateError, UsageError
+from goinfer_chat.bench.asking import GREEDY, Progress, ask, tokens_of
+from goinfer_chat.bench.peer_process import Peer
+from goinfer_chat.bench.report import Summary, table
+from goinfer_chat.bench.transcript import STEPS, SYSTEM, TASK, TOOLS
+
+CONVERSATION: Final = "bench replay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRow:
+    """One turn, played once or several times."""
+
+    turn: int
+    prompt_tokens: int
+    reused_tokens: int
+    prefilled_tokens: int
+    wall_ms: Summary
+    """Of a request for one token."""
+    ttft_ms: Summary
+    """To the first token known, without running that token through the model."""
+    peer_ms: Summary | None = None
+    ratio: Summary | None = None
+    """The peer's time over ours, turn by turn."""
+
+    def as_object(self) -> dict[str, Any]:
+        figures = {"wall_ms": self.wall_ms, "ttft_ms": self.ttft_ms, "peer_ms": self.peer_ms, "ratio": self.ratio}
+        return {
+            "turn": self.turn,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_reused_tokens": self.reused_tokens,
+            "prefill_tokens": self.prefilled_tokens,
+            **{name: figure.as_object() for name, figure in figures.items() if figure is not None},
+        }
+
+
+def lines(rows: Sequence[TurnRow], peer: str | None) -> list[str]:
+    """The table."""
+    head = ["turn", "prompt", "reused", "prefilled", "one token, ms", "known after, ms", peer or "", "ratio"]
+    return table(
+        head,
+        [
+            [
+                str(row.turn),
+                f"{row.prompt_tokens:,}",
+                f"{row.reused_tokens:,}",
+                f"{row.prefilled_tokens:,}",
+                row.wall_ms.text(),
+                row.ttft_ms.text(),
+                row.peer_ms.text() if row.peer_ms else "",
+                row.ratio.text(2) if row.ratio else "",
+            ]
+            for row in rows
+        ],
+    )
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What was measured of one turn so far."""
+
+    counts: set[tuple[int, int, int]] = field(default_factory=set)
+    wall: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    def row(self, turn: int) -> TurnRow:
+        # Which tokens are reused is a matter of ids, not of time: another count would be a fault.
+        ((prompt, reused, prefilled),) = self.counts
+        wall, peer = Summary(tuple(self.wall)), Summary(tuple(self.peer)) if self.peer else None
+        return TurnRow(
+            turn=turn,
+            prompt_tokens=prompt,
+            reused_tokens=reused,
+            prefilled_tokens=prefilled,
+            wall_ms=wall,
+            ttft_ms=Summary(tuple(self.ttft)),
+            peer_ms=peer,
+            ratio=peer.over(wall) if peer else None,
+        )
+
+
+class Replay:
+    """The session with an engine. Raises UsageError for a number of turns that it does not have."""
+
+    def __init__(self, engine: Engine, *, num_turns: int, reuse: bool, peer: Peer | None = None) -> None:
+        if not 1 <= num_turns <= len(STEPS):
+            raise UsageError(f"the session has {len(STEPS)} turns; play 1 to {len(STEPS)} of them, not {num_turns}")
+        self._engine, self._peer, self._reuse = engine, peer, reuse
+        self._tokens = tokens_of(engine)
+        role = tool_role(engine)
+        self._prompts: list[tuple[Message, ...]] = []
+        messages = [Message(role="system", content=SYSTEM), Message(role="user", content=TASK)]
+        self._replies = [tuple(self._tokens.encode(step.reply)) for step in STEPS]
+        for step, ids in zip(STEPS[:num_turns], self._replies):
+            self._prompts.append(tuple(messages))
+            messages += [
+                Message(role="assistant", content=step.reply, ids=ids),
+                Message(role=role, content=step.result),
+            ]
+
+    def play(self, repeat: int, progress: Progress) -> list[TurnRow]:
+        """Play the session `repeat` times, each from an empty cache. Raises what Engine.generate raises."""
+        turns = [_Turn() for _ in self._prompts]
+        self._warm_up()
+        for n in range(repeat):
+            self._engine.forget(CONVERSATION)
+            for t, turn in enumerate(turns):
+                progress(f"turn {t + 1} of {len(turns)}, session {n + 1} of {repeat}", t / len(turns))
+                self._measure(t, turn)
+        self._engine.forget(CONVERSATION)
+        return [turn.row(number) for number, turn in enumerate(turns, 1)]
+
+    def _request(self, t: int) -> Request:
+        return Request(messages=self._prompts[t], tools=TOOLS, sampling=GREEDY, max_tokens=1, conversation=CONVERSATION)
+
+    def _warm_up(self) -> None:
+        """The first request of a program learns how many rows take how long; it is not the session's first."""
+        for _ in range(2):
+            self._engine.forget(CONVERSATION)
+            ids = ask(self._engine, self._request(0)).reply.prompt_ids
+        if self._peer:
+            self._peer.prompt(ids)
+
+    def _measure(self, t: int, turn: _Turn) -> None:
+        if not self._reuse:
+            self._engine.forget(CONVERSATION)
+        answer = ask(self._engine, self._request(t))
+        stats, prompt_ids = answer.reply.stats, answer.reply.prompt_ids
+        assert stats.ttft_ms is not None
+        turn.counts.add((stats.prompt_tokens, stats.prefill_reused_tokens, stats.prefill_tokens))
+        turn.wall.append(answer.seconds * 1e3)
+        turn.ttft.append(stats.ttft_ms)
+        if self._peer:
+            turn.peer.append(self._peer.prompt(prompt_ids, reuse=self._reuse and t > 0) * 1e3)
+        if self._reuse and t + 1 < len(self._prompts):
+            self._write(prompt_ids + self._replies[t])
+
+    def _write(self, ids: tuple[int, ...]) -> None:
+        """The reply gets its keys and values, as if the model had written it."""
+        ask(self._engine, Request(prompt_ids=ids, sampling=GREEDY, max_tokens=1, conversation=CONVERSATION))
+        if self._peer:
+            self._peer.prompt(ids, reuse=True)
+
+
+def tool_role(engine: Engine) -> Literal["tool", "user"]:
+    """Whose words the results of tools are: the template's `tool`, or the user's where it has no such role."""
+    question = Message(role="user", content="?")
+    call = Message(role="assistant", content="!")
+    try:
+        engine.count_tokens(Request(messages=(question, call, Message(role="tool", content="?"))))
+    except TemplateError:
+        return "user"
+    return "tool"

@@ -1,0 +1,86 @@
+"""What a token costs at least: bytes to read, products to make. Counted from the model file and its sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.arch import ModelConfig
+from engine.gguf_file import GGUFFile
+from engine.quant import TensorType
+
+_FLOATS = {TensorType.F32, TensorType.F16, TensorType.BF16}
+_ONLY_WANTED = ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Multiply-adds: of bytes, as quantized weights are multiplied, and of floats."""
+
+    integer: int = 0
+    floating: int = 0
+
+    def plus(self, other: Products) -> Products:
+        return Products(self.integer + other.integer, self.floating + other.floating)
+
+    def times(self, factor: int) -> Products:
+        return Products(factor * self.integer, factor * self.floating)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The least a step has to do, whatever computes it."""
+
+    weight_bytes: int
+    """Bytes of all matrices a step reads: the file's, without an embedding table that is only looked up."""
+    of_row: Products
+    """In matrices, for every row of a step."""
+    of_wanted: Products
+    """And for a row whose logits are wanted: the last layer behind its K and V, and the head."""
+    config: ModelConfig
+
+    @classmethod
+    def of(cls, gguf: GGUFFile) -> Work:
+        """Raises UnsupportedModelError or ModelFileError."""
+        config = ModelConfig.from_gguf(gguf)
+        tied = "output.weight" not in gguf.tensors
+        last = [f"blk.{config.num_layers - 1}.{name}.weight" for name in _ONLY_WANTED]
+        weight_bytes, of_row, of_wanted = 0, Products(), Products()
+        for name, tensor in gguf.tensors.items():
+            if len(tensor.shape) != 2 or (name == "token_embd.weight" and not tied):
+                continue
+            weight_bytes += tensor.nbytes
+            count = tensor.shape[0] * tensor.shape[1]
+            products = Products(floating=count) if tensor.type in _FLOATS else Products(integer=count)
+            if name in last or not name.startswith("blk."):
+                of_wanted = of_wanted.plus(products)
+            else:
+                of_row = of_row.plus(products)
+        return cls(weight_bytes=weight_bytes, of_row=of_row, of_wanted=of_wanted, config=config)
+
+    def matrices(self, num_rows: int, num_wanted: int) -> Products:
+        """Products of weights for `num_rows` rows, `num_wanted` of which give logits."""
+        return self.of_row.times(num_rows).plus(self.of_wanted.times(num_wanted))
+
+    def prompt_attention(self, num_tokens: int) -> Products:
+        """Of queries with keys and of softmax weights with values, for a whole prompt with logits of its last token."""
+        c = self.config
+        seen = 0
+        for layer in range(c.num_layers):
+            last = layer == c.num_layers - 1
+            seen += self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
+        return Products(floating=2 * c.num_heads * c.head_dim * seen)
+
+    def kv_bytes(self, depth: int) -> int:
+        """Bytes of keys and values, in f16, that a row with `depth` positions before it reads."""
+        c = self.config
+        seen = sum(self._seen(layer, depth) for layer in range(c.num_layers))
+        return 2 * 2 * c.num_kv_heads * c.head_dim * seen
+
+    def _seen(self, layer: int, num_positions: int) -> int:
+        """How many of these positions a layer looks at from the last one."""
+        return min(num_positions, self.config.window) if self.config.is_local(layer) else num_positions
+
+    def _seen_by_all(self, layer: int, num_tokens: int) -> int:
+        """The same from each token of a prompt, summed."""
+        ramp = self._seen(layer, num_tokens)
+        return ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
