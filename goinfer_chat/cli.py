@@ -133,13 +133,21 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     def check_command(
         context: typer.Context,
         flags: Flags,
-        perplexity: Annotated[str, typer.Option(metavar="FILE", help="Score this UTF-8 text.")],
+        perplexity: Annotated[str | None, typer.Option(metavar="FILE", help="Score this UTF-8 text instead.")] = None,
     ) -> int:
-        """Measure a model's quality: perplexity over chunks of 512 tokens."""
+        """See what to expect of this machine, in two minutes; or a model's quality, as its perplexity on a text."""
+        settings = resolve(given_flags(context, flags), os.environ)
+        if perplexity is None:
+            from goinfer_chat.bench.check import check_machine
+
+            return check_machine(settings, make_engine)
         from goinfer_chat.check import check_perplexity
 
-        return check_perplexity(resolve(given_flags(context, flags), os.environ), make_engine, perplexity)
+        return check_perplexity(settings, make_engine, perplexity)
 
+    from goinfer_chat.bench.commands import bench_app
+
+    app.add_typer(bench_app(make_engine, os.environ), name="bench")
     return app
 
 
@@ -159,19 +167,19 @@ def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
         return False
 
 
-def with_settings(function: Callable[..., int]) -> Callable[..., int]:
+def with_settings(function: Callable[..., int], settings: Sequence[Setting] = SETTINGS) -> Callable[..., int]:
     """Replaces the parameter `flags` by a flag for each setting; the function gets their values, None if not given."""
 
     def command(**given: Any) -> int:
-        flags = {setting.name: given.pop(setting.name) for setting in SETTINGS}
-        for setting in SETTINGS:
+        flags = {setting.name: given.pop(setting.name) for setting in settings}
+        for setting in settings:
             if setting.repeatable:
                 flags[setting.name] = tuple(chain(*flags[setting.name])) if flags[setting.name] else None
         return function(flags=flags, **given)
 
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
     del parameters["flags"]
-    parameters |= {setting.name: _parameter(setting) for setting in SETTINGS}
+    parameters |= {setting.name: _parameter(setting) for setting in settings}
     by_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
     command.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in by_keyword}
