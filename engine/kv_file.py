@@ -78,6 +78,8 @@ class _Piece:
     """Of the K/V in the file."""
     checksum: int
     """CRC-32 of the K/V of all `total`."""
+    right: bool
+    """This process has written or checked them."""
 
 
 class _Log:
@@ -94,7 +96,8 @@ class _Log:
         self.pieces: list[_Piece] = []
         self._layout = layout
         self._header_bytes = len(header)
-        self._check = zlib.crc32(header)
+        # The header's own checksum: that of a header with its checksum is the same number for all headers.
+        (self._check,) = _CHECK.unpack(header[-_CHECK.size :])
 
     @classmethod
     def create(cls, descriptor: int, identity: Identity) -> _Log:
@@ -114,7 +117,7 @@ class _Log:
         assert 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE
         assert len(packed) == count * self._layout.position_bytes
         self._append(_RECORD.pack(_ADD, start, count, checksum), np.array(ids, "<u4").tobytes(), packed)
-        self._added(ids, _Piece(start, count, count, self.end - len(packed), checksum))
+        self._added(ids, _Piece(start, count, count, self.end - len(packed), checksum, right=True))
 
     def cut(self, length: int) -> None:
         """Append that `length` positions are left. Raises OSError, with the file as before."""
@@ -139,8 +142,6 @@ class _Log:
         check = zlib.crc32(ids, zlib.crc32(record, self._check))
         head = record + _CHECK.pack(check) + ids
         try:
-            if os.fstat(self.descriptor).st_size > self.end:  # what a crash left of a record
-                os.ftruncate(self.descriptor, self.end)
             _write(self.descriptor, [head, packed.data], self.end)
         except OSError:
             with contextlib.suppress(OSError):  # without it a reader finds the good end all the same
@@ -171,7 +172,8 @@ class _Log:
         offset = self.end + _HEAD_BYTES + len(ids)
         end = offset + count * self._layout.position_bytes
         if kind == _ADD and start == self.length and 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE and end <= size:
-            self._added(np.frombuffer(ids, "<u4").tolist(), _Piece(start, count, count, offset, checksum))
+            piece = _Piece(start, count, count, offset, checksum, right=False)
+            self._added(np.frombuffer(ids, "<u4").tolist(), piece)
         elif kind == _CUT and start <= self.length and count == 0:
             self.length = start
             self.drop(start)
@@ -184,16 +186,29 @@ class _Log:
         """Put the K/V of positions first .. last - 1 of a piece into their block; False if they are damaged."""
         if first == piece.start and piece.count == BLOCK_SIZE:
             # The block is this piece and nothing else: read it in place. It stays unreachable until it is right.
-            if _read(self.descriptor, block, piece.offset) and zlib.crc32(block.data) == piece.checksum:
-                return True
-            block.fill(0)  # attention relies on finite numbers, also where it does not look
-            return False
-        packed = np.empty(piece.total * self._layout.position_bytes, np.uint8)
-        if not _read(self.descriptor, packed, piece.offset) or zlib.crc32(packed.data) != piece.checksum:
-            return False
-        slot = first % BLOCK_SIZE
-        self._layout.scatter(packed, first - piece.start, block, slot, slot + last - first)
+            if not self._read(piece, block):
+                block.fill(0)  # attention relies on finite numbers, also where it does not look
+        else:
+            packed = np.empty(piece.total * self._layout.position_bytes, np.uint8)
+            if self._read(piece, packed):
+                slot = first % BLOCK_SIZE
+                self._layout.scatter(packed, first - piece.start, block, slot, slot + last - first)
+        return piece.right
+
+    def check(self, length: int) -> bool:
+        """Look at what nobody has looked at of the first `length` positions; False if some had to be dropped."""
+        for piece in self.pieces:
+            if piece.start >= length:
+                break
+            if not piece.right and not self._read(piece, np.empty(piece.total * self._layout.position_bytes, np.uint8)):
+                self.drop(piece.start)
+                return False
         return True
+
+    def _read(self, piece: _Piece, target: NDArray[np.uint8]) -> bool:
+        """All bytes of a piece; False if they are not what was written."""
+        piece.right = _read(self.descriptor, target, piece.offset) and zlib.crc32(target.data) == piece.checksum
+        return piece.right
 
 
 class KVFile:
@@ -287,11 +302,14 @@ class KVFile:
         assert pool.block_bytes == self.identity.layout.block_bytes
         try:
             log = self._usable_log()
-            if log is None and not len(table):
-                return Saved(0, 0, rewritten=False)
-            if log is None or self._worth_rewriting(log, len(table), common_start(log.ids, table.ids)):
+            if log is None:
+                return self._rewrite(table, pool) if len(table) else Saved(0, 0, rewritten=False)
+            if not log.check(common_start(log.ids, table.ids)):
+                self._damaged()
+            keep = common_start(log.ids, table.ids)
+            if self._worth_rewriting(log, len(table), keep):
                 return self._rewrite(table, pool)
-            return self._append(log, table, pool, sync)
+            return self._append(log, table, pool, keep, sync)
         except OSError as error:
             kept = common_start(self.ids, table.ids)
             raise KVFileError(
@@ -334,11 +352,16 @@ class KVFile:
             os.close(descriptor)
 
     def _usable_log(self) -> _Log | None:
-        """The log, if its file is where it was and as long as it was."""
+        """The log, if its file is where it was and has all of it; what a crash left behind its end is taken away."""
         if self._descriptor is not None and not is_at(self._descriptor, self.path):
             self._let_go()
-        if self._log is not None and os.fstat(self._log.descriptor).st_size < self._log.end:
-            self._log = None
+        log = self._log
+        if log is not None:
+            size = os.fstat(log.descriptor).st_size
+            if size > log.end:
+                os.ftruncate(log.descriptor, log.end)
+            elif size < log.end:
+                self._log = None
         return self._log
 
     def _worth_rewriting(self, log: _Log, length: int, keep: int) -> bool:
@@ -348,8 +371,8 @@ class KVFile:
         added = log.bytes_of(length - keep, pieces) - log.bytes_of(0, pieces)
         return 2 * live < log.end + added or pieces > MAX_PIECES * (blocks_for(length) + 1)
 
-    def _append(self, log: _Log, table: BlockTable, pool: KVPool, sync: bool) -> Saved:
-        before, keep = log.end, common_start(log.ids, table.ids)
+    def _append(self, log: _Log, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
+        before = log.end
         if keep < log.length:
             log.cut(keep)
         self._add(log, table, pool)

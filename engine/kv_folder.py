@@ -18,6 +18,7 @@ if sys.platform != "win32":
     import fcntl
 
 SUFFIX = ".giw-kv"
+_TEMPORARY = ".tmp"
 MAX_NAME = 100
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", re.ASCII)
 
@@ -60,13 +61,20 @@ def path_of(folder: Path, conversation: str) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, for the owner only; one that others may enter is tightened. Raises UsageError."""
+    """Make the folder, for the owner only; one that others may enter is tightened. Raises UsageError.
+
+    What processes that were killed while they wrote a file anew have left behind is removed.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & 0o077:
             folder.chmod(0o700)
+        leftovers = list(folder.glob(f"*{SUFFIX}{_TEMPORARY}"))
     except OSError as error:
         raise UsageError(f"{folder}: conversations cannot be kept there: {error.strerror or error}") from error
+    for leftover in leftovers:
+        with contextlib.suppress(KVFileError, OSError):
+            _remove(leftover)
 
 
 def list_kept(folder: Path) -> list[KeptFile]:
@@ -102,21 +110,25 @@ def make_room(folder: Path, cap_bytes: int, spare: Collection[Path] = ()) -> lis
 
 def remove(path: Path) -> None:
     """Leave nothing of a conversation's file. Raises KVFileLockedError if it is in use, OSError if that fails."""
-    for name in (temporary_of(path), path):
-        if name.is_symlink():
-            name.unlink()  # the link alone; what it points to is not ours
-            continue
-        descriptor = open_locked(name)
-        if descriptor is not None:
-            try:
-                name.unlink()
-            finally:
-                os.close(descriptor)
+    _remove(temporary_of(path))
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()  # the link alone; what it points to is not ours
+        return
+    descriptor = open_locked(path)
+    if descriptor is not None:
+        try:
+            path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def temporary_of(path: Path) -> Path:
     """Where a file is written anew before it takes its place: one name, so that a crash leaves at most one behind."""
-    return path.with_name(path.name + ".tmp")
+    return path.with_name(path.name + _TEMPORARY)
 
 
 def create_locked(path: Path) -> int:
