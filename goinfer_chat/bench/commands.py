@@ -179,7 +179,7 @@ def _replay(
 def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, repeat: int) -> int:
     from goinfer_chat.bench.asking import ask
     from goinfer_chat.bench.machine import describe
-    from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, Way, lines, measure
+    from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, Way, copied_share, lines, measure
 
     out, side = _streams(settings)
     machine = describe()
@@ -192,6 +192,7 @@ def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, repeat: 
             max_tokens=settings.max_tokens or MAX_TOKENS,
             repeat=repeat,
             progress=partial(_progress, side),
+            judge=copied_share if kind == "copy" else None,
         )
     side.clear_status()
     about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "traffic": kind}

@@ -46,6 +46,8 @@ class WayRow:
     """Rate over that of plain decoding, turn by turn."""
     same_replies: bool | None = None
     """Whether every reply has the ids of plain decoding's."""
+    copied: float | None = None
+    """How much of a reply is a faithful copy, of the worst one."""
 
     def as_object(self) -> dict[str, Any]:
         return {
@@ -56,12 +58,13 @@ class WayRow:
             "tokens_per_step": self.tokens_per_step,
             "ratio": self.ratio.as_object() if self.ratio else None,
             "same_replies": self.same_replies,
+            "copied": self.copied,
         }
 
 
 def lines(rows: Sequence[WayRow]) -> list[str]:
     """The table."""
-    head = ["decoding", "tok/s", "tokens", "accepted", "tokens a step", "ratio", "same replies"]
+    head = ["decoding", "tok/s", "tokens", "accepted", "tokens a step", "ratio", "same replies", "copied"]
     same = {None: "", True: "yes", False: "NO"}
     return table(
         head,
@@ -70,10 +73,11 @@ def lines(rows: Sequence[WayRow]) -> list[str]:
                 row.name,
                 row.rate.text(),
                 f"{row.num_tokens:,}",
-                "" if row.acceptance is None else f"{row.acceptance:.0%}",
+                "" if row.acceptance is None else f"{100 * row.acceptance:.0f} %",
                 "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
                 row.ratio.text(2) if row.ratio else "",
                 same[row.same_replies],
+                "" if row.copied is None else f"{100 * row.copied:.0f} %",
             ]
             for row in rows
         ],
@@ -88,6 +92,7 @@ def measure(
     max_tokens: int,
     repeat: int,
     progress: Progress,
+    judge: Callable[[str], float] | None = None,
 ) -> list[WayRow]:
     """Each way plays all conversations from empty caches, in turn, `repeat` times. The first way is the plain one.
 
@@ -114,6 +119,7 @@ def measure(
                 tokens_per_step=per_step,
                 ratio=rate.over(plain_rate) if other else None,
                 same_replies={tuple(r.ids for r in replies) for replies in rounds} == plain_ids if other else None,
+                copied=min(judge(r.text) for replies in rounds for r in replies) if judge else None,
             )
         )
     return rows
