@@ -366,10 +366,11 @@ class KVFile:
 
     def _worth_rewriting(self, log: _Log, length: int, keep: int) -> bool:
         """Whether more than half would be dead, or blocks in too many pieces, if the rest were appended."""
-        pieces = sum(piece.start < keep for piece in log.pieces) + (blocks_for(length) - keep // BLOCK_SIZE)
-        live = log.bytes_of(length, pieces)
-        added = log.bytes_of(length - keep, pieces) - log.bytes_of(0, pieces)
-        return 2 * live < log.end + added or pieces > MAX_PIECES * (blocks_for(length) + 1)
+        kept = sum(piece.start < keep for piece in log.pieces)
+        new = blocks_for(length) - keep // BLOCK_SIZE if length > keep else 0
+        live = log.bytes_of(length, kept + new)
+        total = log.end + (_HEAD_BYTES if keep < log.length else 0) + log.bytes_of(length, new) - log.bytes_of(keep, 0)
+        return 2 * live < total or kept + new > MAX_PIECES * (blocks_for(length) + 1)
 
     def _append(self, log: _Log, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
         before = log.end
