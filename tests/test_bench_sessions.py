@@ -29,7 +29,7 @@ from goinfer_chat.bench.machine import Peaks
 from goinfer_chat.bench.replay import Replay, tool_role
 from goinfer_chat.bench.report import Summary
 from goinfer_chat.bench.texts import CODE, plain_text
-from goinfer_chat.bench.traffic import CHAT, COPY, Way, copied_share, measure, rate_of
+from goinfer_chat.bench.traffic import CHAT, COPY, Way, copied_share, measure, rate_of, ways_of
 from goinfer_chat.bench.transcript import STEPS, SYSTEM, TASK, TOOLS
 from goinfer_chat.bench.work import Work
 
@@ -188,8 +188,12 @@ def test_ways_to_decode_take_turns_and_are_compared_round_by_round() -> None:
         "decode": "plain",
         "tok_s": {"median": 15.0, "low": 10.0, "high": 20.0, "values": [10.0, 20.0]},
         "completion_tokens": 3,
+        "draft_tokens": None,
+        "draft_accepted": None,
         "acceptance": None,
         "tokens_per_step": None,
+        "undrafted_steps": None,
+        "draft_pauses": None,
         "ratio": None,
         "same_replies": None,
         "copied": None,
@@ -197,6 +201,14 @@ def test_ways_to_decode_take_turns_and_are_compared_round_by_round() -> None:
     assert rows[1].ratio == Summary((3.0, 1.5))
     assert (rows[1].acceptance, rows[1].tokens_per_step, rows[1].same_replies) == (0.75, 4.0, True)
     assert (rows[2].acceptance, rows[2].same_replies) == (None, False)
+
+
+def test_speculation_is_asked_of_the_engine_and_plain_decoding_too(engine: LocalEngine) -> None:
+    rows = measure(COPY, ways_of(engine, ("off", "ngram")), engine.forget, max_tokens=4, repeat=1, progress=quiet)
+    assert [row.name for row in rows] == ["plain", "ngram"]
+    assert (rows[0].draft_tokens, rows[1].same_replies) == (None, True)
+    assert rows[1].draft_tokens is not None
+    assert rows[1].tokens_per_step is not None
 
 
 def test_a_conversation_goes_on_with_the_ids_of_its_replies() -> None:
@@ -347,8 +359,9 @@ def test_traffic_is_a_table_or_an_object(tiny_model: Path, kind: str) -> None:
     assert title == f"Tiny llama, {kind}"
     assert head.split() == ["decoding", "tok/s", "tokens", *(["copied"] if kind == "copy" else [])]
     assert row.startswith("plain ")
-    done = program(*command, "--json")
-    (plain,) = json.loads(done.stdout)["ways"]
+    done = program(*command, "--json", "--spec", "ngram")
+    plain, ngram = json.loads(done.stdout)["ways"]
+    assert (ngram["decode"], ngram["same_replies"], len(ngram["ratio"]["values"])) == ("ngram", True, 2)
     assert (plain["decode"], len(plain["tok_s"]["values"])) == ("plain", 2)
     assert (plain["copied"] is not None) == (kind == "copy")
     assert 0 < plain["completion_tokens"] <= 3 * (1 if kind == "copy" else 6)

@@ -206,7 +206,11 @@ def _long_request(engine: Engine) -> tuple[int, Request]:
         ids = tuple(tokens.encode(plain_text(num_words)))
         if len(ids) <= room:
             request = Request(
-                prompt_ids=ids, sampling=sampling, max_tokens=DECODE_TOKENS, conversation="goinfer-chat check"
+                prompt_ids=ids,
+                sampling=sampling,
+                max_tokens=DECODE_TOKENS,
+                conversation="goinfer-chat check",
+                speculation="off",  # what a step reads and multiplies is known without it
             )
             return num_words, request
         num_words = min(num_words - 1, num_words * room // len(ids))

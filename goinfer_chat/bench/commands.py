@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
+from engine.api import SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.cli import Flags, given_flags, with_settings
 from goinfer_chat.modes import EngineFactory
@@ -29,6 +30,9 @@ _TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag
 PeerName = Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Measure this one in turn: llama.cpp.")]
 PeerPython = Annotated[
     str | None, typer.Option("--peer-python", metavar="PATH", help="The Python that has the peer. [default: this one]")
+]
+Spec = Annotated[
+    str, typer.Option("--spec", metavar="NAME", help="Measure this speculation in turn with plain decoding: ngram.")
 ]
 Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How often everything is measured.")]
 
@@ -83,17 +87,17 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
 
     @app.command("copy")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
-    def copy_command(context: typer.Context, flags: Flags, repeat: Repeat = 3) -> int:
+    def copy_command(context: typer.Context, flags: Flags, spec: Spec = "off", repeat: Repeat = 3) -> int:
         """Decoding of a reply that repeats code of the prompt."""
         _at_least_one(repeat)
-        return _traffic(settings_of(context, flags), make_engine, "copy", repeat)
+        return _traffic(settings_of(context, flags), make_engine, "copy", spec, repeat)
 
     @app.command("chat")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
-    def chat_command(context: typer.Context, flags: Flags, repeat: Repeat = 3) -> int:
+    def chat_command(context: typer.Context, flags: Flags, spec: Spec = "off", repeat: Repeat = 3) -> int:
         """Decoding of replies to ordinary questions."""
         _at_least_one(repeat)
-        return _traffic(settings_of(context, flags), make_engine, "chat", repeat)
+        return _traffic(settings_of(context, flags), make_engine, "chat", spec, repeat)
 
     return app
 
@@ -101,6 +105,15 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
 def parse_counts(text: str) -> tuple[int, ...]:
     """Numbers with commas between them; `none` is none. Raises UsageError."""
     return () if text == "none" else tuple(parse_int(part) for part in text.split(","))
+
+
+def speculation_modes(spec: str) -> tuple[SpeculationMode, ...]:
+    """Plain decoding, and what is measured in turn with it. Raises UsageError."""
+    known: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
+    found = next((mode for mode in known if mode == spec), None)
+    if found is None:
+        raise UsageError(f"unknown speculation {spec!r}; there is: {', '.join(known)}")
+    return ("off",) if found == "off" else ("off", found)
 
 
 def _at_least_one(repeat: int) -> None:
@@ -176,18 +189,18 @@ def _replay(
     return _show(settings, out, about | {"turns": [row.as_object() for row in rows]}, head + lines(rows, name))
 
 
-def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, repeat: int) -> int:
-    from goinfer_chat.bench.asking import ask
+def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, spec: str, repeat: int) -> int:
     from goinfer_chat.bench.machine import describe
-    from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, Way, copied_share, lines, measure
+    from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, copied_share, lines, measure, ways_of
 
     out, side = _streams(settings)
+    modes = speculation_modes(spec)
     machine = describe()
     with closing(make_engine(settings, side)) as engine:
         info = engine.info
         rows = measure(
             COPY if kind == "copy" else CHAT,
-            [Way("plain", lambda request: ask(engine, request).reply)],
+            ways_of(engine, modes),
             engine.forget,
             max_tokens=settings.max_tokens or MAX_TOKENS,
             repeat=repeat,

@@ -7,11 +7,11 @@ are the same, and that is checked here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from engine.api import Message, Reply, Request
-from goinfer_chat.bench.asking import GREEDY, Ask, Progress
+from engine.api import Engine, Message, Reply, Request, SpeculationMode, TurnStats
+from goinfer_chat.bench.asking import GREEDY, Ask, Progress, ask
 from goinfer_chat.bench.report import Summary, table
 from goinfer_chat.bench.texts import CODE, CONVERSATIONS, COPY_QUESTION
 
@@ -31,6 +31,17 @@ class Way:
     ask: Ask
 
 
+def ways_of(engine: Engine, modes: Sequence[SpeculationMode]) -> list[Way]:
+    """Each way to decode, as an engine takes it."""
+
+    def way(mode: SpeculationMode) -> Way:
+        return Way(
+            "plain" if mode == "off" else mode, lambda request: ask(engine, replace(request, speculation=mode)).reply
+        )
+
+    return [way(mode) for mode in modes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayRow:
     """What one way of decoding did with all conversations."""
@@ -40,8 +51,12 @@ class WayRow:
     """Tokens of the replies per second of decoding."""
     num_tokens: int
     """Of all replies together."""
-    acceptance: float | None
-    tokens_per_step: float | None
+    draft_tokens: int | None = None
+    """Guessed in all rounds; this and the next four are None where nothing guesses."""
+    draft_accepted: int | None = None
+    tokens_per_step: float | None = None
+    undrafted_steps: int | None = None
+    draft_pauses: int | None = None
     ratio: Summary | None = None
     """Rate over that of plain decoding, turn by turn."""
     same_replies: bool | None = None
@@ -49,13 +64,23 @@ class WayRow:
     copied: float | None = None
     """How much of a reply is a faithful copy, of the worst one."""
 
+    @property
+    def acceptance(self) -> float | None:
+        return (
+            self.draft_accepted / self.draft_tokens if self.draft_tokens and self.draft_accepted is not None else None
+        )
+
     def as_object(self) -> dict[str, Any]:
         return {
             "decode": self.name,
             "tok_s": self.rate.as_object(),
             "completion_tokens": self.num_tokens,
+            "draft_tokens": self.draft_tokens,
+            "draft_accepted": self.draft_accepted,
             "acceptance": self.acceptance,
             "tokens_per_step": self.tokens_per_step,
+            "undrafted_steps": self.undrafted_steps,
+            "draft_pauses": self.draft_pauses,
             "ratio": self.ratio.as_object() if self.ratio else None,
             "same_replies": self.same_replies,
             "copied": self.copied,
@@ -108,15 +133,18 @@ def measure(
     rows = []
     for way, rounds in zip(ways, played):
         rate = Summary(tuple(map(rate_of, rounds)))
-        draft, accepted, per_step = _speculation(rounds)
+        stats = [reply.stats for replies in rounds for reply in replies]
         other = way is not ways[0]
         rows.append(
             WayRow(
                 name=way.name,
                 rate=rate,
                 num_tokens=sum(len(reply.ids) for reply in rounds[0]),
-                acceptance=accepted / draft if draft else None,
-                tokens_per_step=per_step,
+                draft_tokens=_total([s.draft_tokens for s in stats]),
+                draft_accepted=_total([s.draft_accepted for s in stats]),
+                tokens_per_step=_tokens_per_step(stats),
+                undrafted_steps=_total([s.undrafted_steps for s in stats]),
+                draft_pauses=_total([s.draft_pauses for s in stats]),
                 ratio=rate.over(plain_rate) if other else None,
                 same_replies={tuple(r.ids for r in replies) for replies in rounds} == plain_ids if other else None,
                 copied=min(judge(r.text) for replies in rounds for r in replies) if judge else None,
@@ -148,14 +176,15 @@ def rate_of(replies: Sequence[Reply]) -> float:
     return sum(count for count, _ in known) / sum(count / rate for count, rate in known)
 
 
-def _speculation(rounds: Sequence[Sequence[Reply]]) -> tuple[int, int, float | None]:
-    """Drafted and accepted tokens of all rounds, and tokens per step where they are known."""
-    stats = [reply.stats for replies in rounds for reply in replies]
-    draft = sum(s.draft_tokens or 0 for s in stats)
-    accepted = sum(s.draft_accepted or 0 for s in stats)
-    steps = [(s.completion_tokens, s.tokens_per_step) for s in stats if s.tokens_per_step]
-    per_step = sum(n for n, _ in steps) / sum(n / rate for n, rate in steps) if steps else None
-    return draft, accepted, per_step
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _tokens_per_step(stats: Sequence[TurnStats]) -> float | None:
+    """Over replies of different lengths: all tokens over all steps."""
+    known = [(s.completion_tokens, s.tokens_per_step) for s in stats if s.tokens_per_step]
+    return sum(n for n, _ in known) / sum(n / rate for n, rate in known) if known else None
 
 
 def copied_share(reply: str) -> float:
