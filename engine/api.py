@@ -230,6 +230,8 @@ class ModelInfo:
     kernels: str
     """Such as "AVX-512 VNNI"."""
     threads: int
+    identity: str = ""
+    """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
     notices: tuple[str, ...] = ()
 
 

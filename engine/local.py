@@ -326,6 +326,7 @@ def _model_info(
         backend="cpu",
         kernels=model.kernels,
         threads=model.threads,
+        identity=gguf.content_hash(),
         notices=(*tokenizer.notices, *template.notices, *plan.notices),
     )
 

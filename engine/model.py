@@ -159,8 +159,7 @@ class Model:
             "scratch": b.scratch.ctypes.data,
             "scratch_bytes": b.scratch.strides[0],
             "num_threads": self.threads,
-            "generation": b.flags.ctypes.data,
-            "barrier": b.flags[LINE // 8 :].ctypes.data,
+            "generation": b.generation.ctypes.data,
             "counters": b.counters.ctypes.data,
         }
         for name, value in values.items():
@@ -180,11 +179,9 @@ class Model:
         self._check(batch, tables)
         b.ids[:rows], b.positions[:rows] = batch.ids, batch.positions
         b.table_rows[:rows], b.wanted[:wanted] = batch.table_rows, batch.want
-        b.counters.fill(0)
         context = self._context[0]
         context["num_rows"], context["num_wanted"] = rows, wanted
         context["tables"], context["table_blocks"] = tables.ctypes.data, tables.shape[1]
-        context["barrier_base"] = b.flags[LINE // 8]
         self._workers.run()
         return b.logits[:wanted, : self.config.vocab_size]
 
@@ -291,7 +288,7 @@ class _Buffers:
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
-        self.flags = zeroed(2 * LINE).view(np.int64)
+        self.generation = zeroed(LINE).view(np.int64)
         self.counters = zeroed(LINE * (16 + 12 * c.num_layers)).view(np.int64)
         scale = math.sqrt(c.hidden_size)
         self.constants = np.array([c.norm_eps, c.attention_scale, scale], np.float32)

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Op(IntEnum):
-    """What an operation does. Each is shared by all threads and ends at a barrier."""
+    """What an operation does. All threads share each, and the next begins when it is done."""
 
     EMBED = 0
     """x = rows of the embedding matrix, times `factor` if given."""
@@ -123,7 +123,5 @@ CONTEXT = _record(
     # the threads
     "num_threads",
     "generation",  # address of a counter: steps started
-    "barrier",  # address of a counter: arrivals
-    "barrier_base",  # its value when the step started
-    "counters",  # one cache line for each operation: work handed out
+    "counters",  # one cache line for each operation: pieces claimed, pieces done
 )

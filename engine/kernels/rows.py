@@ -29,7 +29,7 @@ from engine.kernels.matmul import ActivationLayout
 Source = Literal["plain", "norm", "silu", "gelu"]
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
-"""2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-x (linear + cubic x^2))) (Hendrycks, Gimpel 2016)."""
+"""2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-(linear x + cubic x^3))) (Hendrycks, Gimpel 2016)."""
 
 TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
@@ -83,7 +83,7 @@ def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value) -> Value:
     z = gate
     if source == "gelu":
         square = b.fmul(gate, gate)
-        z = b.fmul(gate, b.fmadd(square, fill(VF, GELU_CUBIC), fill(VF, GELU_LINEAR)))
+        z = b.fmadd(b.fmul(square, gate), fill(VF, GELU_CUBIC), b.fmul(gate, fill(VF, GELU_LINEAR)))
     negative = b.fsub(fill(VF, -0.0), z)
     return b.fmul(b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(negative))), up)
 

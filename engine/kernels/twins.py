@@ -179,8 +179,8 @@ def silu(gate: Floats, up: Floats) -> Floats:
 
 
 def gelu(gate: Floats, up: Floats) -> Floats:
-    """gate / (1 + exp(-z)) * up with z = gate (linear + cubic gate^2)."""
-    z = gate * fma32(gate * gate, np.float32(GELU_CUBIC), np.float32(GELU_LINEAR))
+    """gate / (1 + exp(-z)) * up with z = linear gate + cubic gate^3."""
+    z = fma32(gate * gate * gate, np.float32(GELU_CUBIC), gate * np.float32(GELU_LINEAR))
     return gate / (np.float32(1) + exp(-z)) * up
 
 

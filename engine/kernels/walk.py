@@ -1,9 +1,9 @@
 """The walk over a step's operations, compiled with Numba.
 
-All arithmetic on values is in the kernels; here is only who does what: each function is one operation's work, split
-over the threads by rows and units or handed out by a counter, so that the split never shapes a result. The threads
-stay in compiled code for the whole step and meet at spin barriers: forking and joining them for every matrix product
-cost 5-6 % of decode.
+All arithmetic on values is in the kernels; here is only who does what. An operation's work is cut into pieces, which
+threads claim one by one; the cut never shapes a result. An operation is over when all its pieces are done, whoever did
+them: a thread that has no CPU just now holds up nothing but the piece it is at. The threads stay in compiled code for
+the whole step: forking and joining them for every matrix product cost 5-6 % of decode.
 
 Numba compiles this to LLVM IR, which is linked with the kernels into one object (`module_text`). Nothing here allocates
 or raises; all memory is reached by address.
@@ -29,7 +29,8 @@ from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
 from engine.kernels.target import Target
 
 SPINS = 20_000
-"""Looks at a barrier before the thread lets others run: about 0.1 ms."""
+"""Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
+NAP_MICROSECONDS = 50
 PATIENCE = 400_000
 """Looks for a next step before a helper thread returns to sleep: a few milliseconds."""
 
@@ -82,6 +83,12 @@ def _call_address(b: Any, function: Any, *args: Any) -> Any:
     return b.call(b.inttoptr(function, kind.as_pointer()), list(args))
 
 
+def _compare_and_swap(b: Any, address: Any, old: Any, new: Any) -> Any:
+    """1 if the word was `old` and is `new`."""
+    pair = b.cmpxchg(b.inttoptr(address, _I64.as_pointer()), old, new, "seq_cst", "seq_cst")
+    return b.zext(b.extract_value(pair, 1), _I64)
+
+
 def _pause(b: Any) -> Any:
     """Tell the CPU that this is a spin loop."""
     if b.module.triple.startswith(("aarch64", "arm64")):
@@ -120,9 +127,10 @@ copy_bytes = _instruction(
 atomic_add = _instruction(
     2, N, lambda b, address, x: b.atomic_rmw("add", b.inttoptr(address, _I64.as_pointer()), x, "seq_cst")
 )
+swap_if = _instruction(3, N, _compare_and_swap)
 atomic_load = _instruction(1, N, lambda b, address: b.load_atomic(b.inttoptr(address, _I64.as_pointer()), "acquire", 8))
 pause = _instruction(0, types.void, _pause)
-let_others_run = _instruction(0, types.void, lambda b: b.call(_declare(b, "sched_yield", _I32, []), []))
+nap = _instruction(0, types.void, lambda b: b.call(_declare(b, "usleep", _I32, [_I32]), [_I32(NAP_MICROSECONDS)]))
 call4 = _instruction(5, types.void, _call_address)
 call10 = _instruction(11, types.void, _call_address)
 
@@ -154,9 +162,9 @@ merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
 
 # ---------------------------------------------------------------- operations
 @compiled
-def embed(c: Record, op: Record, tid: int, rows: int) -> None:
+def embed(c: Record, op: Record, start: int, end: int) -> None:
     matrix = matrix_at(c.matrices, op.matrix)
-    for r in range(tid * rows // c.num_threads, (tid + 1) * rows // c.num_threads):
+    for r in range(start, end):
         row, x = int32_at(c.ids + 4 * r), c.x + r * c.x_bytes
         call4(matrix.row, matrix.address + row // 16 * matrix.group_bytes, row % 16, matrix.num_blocks, x)
         if op.factor:
@@ -214,11 +222,10 @@ def activate_gated(act: Record, r: int, gelu: int, gate: int, up: int, first: in
 
 
 @compiled
-def norm(c: Record, op: Record, tid: int, rows: int) -> None:
+def norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
     act = activation_at(c.activations, op.activation)
     inverse = c.scratch + tid * c.scratch_bytes
     per_row = act.num_values // act.unit
-    i, end = tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads
     while i < end:
         r, first = i // per_row, i % per_row
         count = min(per_row - first, end - i)
@@ -229,10 +236,9 @@ def norm(c: Record, op: Record, tid: int, rows: int) -> None:
 
 
 @compiled
-def add_norm(c: Record, op: Record, tid: int, rows: int) -> None:
+def add_norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
     inverse = c.scratch + tid * c.scratch_bytes
     per_row = c.hidden // 32
-    i, end = tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads
     while i < end:
         r, first = i // per_row, i % per_row
         count = min(per_row - first, end - i)
@@ -264,46 +270,43 @@ def multiply(
 
 
 @compiled
-def matmul(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
-    """The groups of all matrices in one row of work, dealt out in a few pieces a thread."""
-    act = activation_at(c.activations, op.activation)
+def num_groups(c: Record, op: Record) -> int:
     groups = 0
     for m in range(op.num_matrices):
         groups += matrix_at(c.matrices, op.matrix + m).num_groups
-    # A piece is at most 256 groups, so that the output head, which is long, ends evenly too.
-    pieces = max(2 * c.num_threads, (groups + 255) // 256)
-    piece = atomic_add(counter, 1)
-    while piece < pieces:
-        low, high, base = piece * groups // pieces, (piece + 1) * groups // pieces, 0
-        for m in range(op.num_matrices):
-            matrix = matrix_at(c.matrices, op.matrix + m)
-            first, last = max(0, low - base), min(matrix.num_groups, high - base)
-            if first < last:
-                multiply(matrix, act, first, last, 0, op.out + matrix.out_offset, op.out_bytes, op.add, rows)
-            base += matrix.num_groups
-        piece = atomic_add(counter, 1)
+    return groups
 
 
 @compiled
-def gated(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
+def matmul(c: Record, op: Record, rows: int, low: int, high: int) -> None:
+    """Groups low..high of all matrices in one row."""
+    act = activation_at(c.activations, op.activation)
+    base = 0
+    for m in range(op.num_matrices):
+        matrix = matrix_at(c.matrices, op.matrix + m)
+        first, last = max(0, low - base), min(matrix.num_groups, high - base)
+        if first < last:
+            multiply(matrix, act, first, last, 0, op.out + matrix.out_offset, op.out_bytes, op.add, rows)
+        base += matrix.num_groups
+
+
+@compiled
+def gated(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
     act = activation_at(c.activations, op.activation)
     result = activation_at(c.activations, op.second)
-    gate = matrix_at(c.matrices, op.matrix)
-    up = matrix_at(c.matrices, op.matrix + 1)
-    unit, strip = result.unit, atomic_add(counter, 1)
+    gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
+    unit = result.unit
     row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
-    while strip < result.num_values // unit:
-        first = strip * unit // 16
-        for r in range(0, rows, GATED_ROWS):
-            count = min(GATED_ROWS, rows - r)
-            # `multiply` adds the group's own offset, which a strip's buffer does not have.
-            start = buffer - first * LINE
-            multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
-            multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
-            for j in range(count):
-                x = buffer + j * row_bytes - strip * unit * 4
-                activate_gated(result, r + j, op.gelu, x, x + 4 * unit, strip)
-        strip = atomic_add(counter, 1)
+    first = strip * unit // 16
+    for r in range(0, rows, GATED_ROWS):
+        count = min(GATED_ROWS, rows - r)
+        # `multiply` adds the group's own offset, which a strip's buffer does not have.
+        start = buffer - first * LINE
+        multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
+        multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
+        for j in range(count):
+            x = buffer + j * row_bytes - strip * unit * 4
+            activate_gated(result, r + j, op.gelu, x, x + 4 * unit, strip)
 
 
 @compiled
@@ -317,10 +320,10 @@ def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) ->
 
 
 @compiled
-def heads(c: Record, op: Record, tid: int, rows: int) -> None:
+def heads(c: Record, op: Record, start: int, end: int) -> None:
     dim = c.head_dim
     total = c.num_heads + 2 * c.num_kv_heads
-    for i in range(tid * rows * total // c.num_threads, (tid + 1) * rows * total // c.num_threads):
+    for i in range(start, end):
         r, h = i // total, i % total
         x, position = c.qkv + r * c.qkv_bytes + h * dim * 4, int32_at(c.positions + 4 * r)
         is_query, is_value = h < c.num_heads, h >= c.num_heads + c.num_kv_heads
@@ -346,15 +349,14 @@ def heads(c: Record, op: Record, tid: int, rows: int) -> None:
 
 
 @compiled
-def keep(c: Record, tid: int) -> None:
+def keep(c: Record) -> None:
     """Move the wanted rows to the front. They ascend, so it is done in place."""
-    if tid == 0:
-        for i in range(c.num_wanted):
-            w = int32_at(c.wanted + 4 * i)
-            copy_bytes(c.x + i * c.x_bytes, c.x + w * c.x_bytes, c.x_bytes)
-            copy_bytes(c.qkv + i * c.qkv_bytes, c.qkv + w * c.qkv_bytes, c.qkv_bytes)
-            put_int32(c.positions + 4 * i, int32_at(c.positions + 4 * w))
-            put_int32(c.table_rows + 4 * i, int32_at(c.table_rows + 4 * w))
+    for i in range(c.num_wanted):
+        w = int32_at(c.wanted + 4 * i)
+        copy_bytes(c.x + i * c.x_bytes, c.x + w * c.x_bytes, c.x_bytes)
+        copy_bytes(c.qkv + i * c.qkv_bytes, c.qkv + w * c.qkv_bytes, c.qkv_bytes)
+        put_int32(c.positions + 4 * i, int32_at(c.positions + 4 * w))
+        put_int32(c.table_rows + 4 * i, int32_at(c.table_rows + 4 * w))
 
 
 @compiled
@@ -424,39 +426,46 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
 
 
 @compiled
-def attend(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
-    """Work items: (strip of rows, KV head) and, for few rows, part; the longest first."""
-    split = rows <= SPLIT_ROWS
-    tall = max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
-    longest = 0
-    for r in range(rows):
-        longest = max(longest, int32_at(c.positions + 4 * r))
-    parts = longest // PART + 1
-    share = parts if split else 1
-    items, item = (rows + tall - 1) // tall * c.num_kv_heads * share, atomic_add(counter, 1)
-    while item < items:
-        j = items - 1 - item
-        strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
-        for part in range(j % share, j % share + 1 if split else parts):
-            r, end = strip * tall, min(rows, (strip + 1) * tall)
-            while r < end:
-                last = r + 1
-                table = int32_at(c.table_rows + 4 * r)
-                while last < end and int32_at(c.table_rows + 4 * last) == table:
-                    last += 1
-                attend_part(c, op, tid, head, r, last, part, split)
-                r = last
-        item = atomic_add(counter, 1)
+def query_rows(c: Record) -> int:
+    """Rows that share a pass over a part."""
+    return max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
 
 
 @compiled
-def merge(c: Record, op: Record, tid: int, rows: int) -> None:
+def num_parts(c: Record, rows: int) -> int:
+    """Softmax parts of the longest row."""
+    longest = 0
+    for r in range(rows):
+        longest = max(longest, int32_at(c.positions + 4 * r))
+    return longest // PART + 1
+
+
+@compiled
+def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
+    """One item: (strip of rows, KV head) and, for few rows, part. The longest come first."""
+    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c), num_parts(c, rows)
+    share = parts if split else 1
+    j = items - 1 - item
+    strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
+    for part in range(j % share, j % share + 1 if split else parts):
+        r, end = strip * tall, min(rows, (strip + 1) * tall)
+        while r < end:
+            last = r + 1
+            table = int32_at(c.table_rows + 4 * r)
+            while last < end and int32_at(c.table_rows + 4 * last) == table:
+                last += 1
+            attend_part(c, op, tid, head, r, last, part, split)
+            r = last
+
+
+@compiled
+def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
     """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
     act = activation_at(c.activations, op.activation)
     dim, split = c.head_dim, rows <= SPLIT_ROWS
     state_bytes, slots = (STATE + dim) * 4, c.state_slots if split else 1
     per_row = act.num_values // op.share
-    for i in range(tid * rows * per_row // c.num_threads, (tid + 1) * rows * per_row // c.num_threads):
+    for i in range(start, end):
         r, u = i // per_row, i % per_row
         position, out = int32_at(c.positions + 4 * r), c.attention + r * c.attention_bytes
         for h in range(u * op.share // dim, (u + 1) * op.share // dim):
@@ -473,70 +482,138 @@ def merge(c: Record, op: Record, tid: int, rows: int) -> None:
 
 # ---------------------------------------------------------------- the step
 @compiled
-def run(c: Record, op: Record, tid: int, rows: int, counter: int) -> None:
+def num_units(c: Record, op: Record, rows: int) -> int:
+    """Into how many units an operation's work can be cut."""
     code = op.code
     if code == Op.EMBED:
-        embed(c, op, tid, rows)
-    elif code == Op.NORM:
-        norm(c, op, tid, rows)
-    elif code == Op.MATMUL:
-        matmul(c, op, tid, rows, counter)
-    elif code == Op.HEADS:
-        heads(c, op, tid, rows)
-    elif code == Op.KEEP:
-        keep(c, tid)
-    elif code == Op.ATTEND:
-        attend(c, op, tid, rows, counter)
-    elif code == Op.MERGE:
-        merge(c, op, tid, rows)
-    elif code == Op.GATED:
-        gated(c, op, tid, rows, counter)
-    elif code == Op.ADD_NORM:
-        add_norm(c, op, tid, rows)
+        return rows
+    if code == Op.NORM:
+        act = activation_at(c.activations, op.activation)
+        return rows * (act.num_values // act.unit)
+    if code == Op.MATMUL:
+        return num_groups(c, op)
+    if code == Op.HEADS:
+        return rows * (c.num_heads + 2 * c.num_kv_heads)
+    if code == Op.ATTEND:
+        share = num_parts(c, rows) if rows <= SPLIT_ROWS else 1
+        tall = query_rows(c)
+        return (rows + tall - 1) // tall * c.num_kv_heads * share
+    if code == Op.MERGE:
+        return rows * (activation_at(c.activations, op.activation).num_values // op.share)
+    if code == Op.GATED:
+        result = activation_at(c.activations, op.second)
+        return result.num_values // result.unit
+    if code == Op.ADD_NORM:
+        return rows * (c.hidden // 32)
+    return 1
 
 
 @compiled
-def wait_until(address: int, value: int) -> None:
+def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
+    """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
+    if op.code == Op.ATTEND or op.code == Op.GATED:
+        return units
+    if op.code == Op.MATMUL:
+        # At most 256 groups each, so that the output head, which is long, ends evenly too.
+        return min(units, max(2 * c.num_threads, (units + 255) // 256))
+    return min(units, c.num_threads if rows == 1 else 2 * c.num_threads)
+
+
+@compiled
+def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, pieces: int) -> None:
+    """Do one piece."""
+    code = op.code
+    start, end = piece * units // pieces, (piece + 1) * units // pieces
+    if code == Op.EMBED:
+        embed(c, op, start, end)
+    elif code == Op.NORM:
+        norm(c, op, tid, start, end)
+    elif code == Op.MATMUL:
+        matmul(c, op, rows, start, end)
+    elif code == Op.HEADS:
+        heads(c, op, start, end)
+    elif code == Op.KEEP:
+        keep(c)
+    elif code == Op.ATTEND:
+        attend(c, op, tid, rows, piece, pieces)
+    elif code == Op.MERGE:
+        merge(c, op, rows, start, end)
+    elif code == Op.GATED:
+        gated(c, op, tid, rows, piece)
+    elif code == Op.ADD_NORM:
+        add_norm(c, op, tid, start, end)
+
+
+# The counter of an operation: a word with the number of the step (upper half) and of the pieces claimed, and a word
+# with the number of pieces done. A thread that has fallen behind finds another step's number there and stops: as long
+# as a piece is not done, the step is not over, so a claim that succeeds is always of the step that runs.
+@compiled
+def claim(counter: int, generation: int, pieces: int) -> int:
+    """Number of a piece that is this thread's to do; -1: none is left."""
+    while True:
+        seen = atomic_load(counter)
+        piece = seen & 0xFFFFFFFF
+        if seen >> 32 != generation or piece >= pieces:
+            return -1
+        if swap_if(counter, seen, seen + 1):
+            return piece
+
+
+@compiled
+def all_done(counter: int, generation: int, pieces: int) -> bool:
+    """Wait until an operation's pieces are done. False if that was long ago: another step runs."""
     spins = 0
-    while atomic_load(address) < value:
+    while atomic_load(counter + 8) < pieces:
+        if atomic_load(counter) >> 32 != generation:
+            return False
         spins += 1
         if spins < SPINS:
             pause()
         else:
-            let_others_run()
+            nap()
+    return True
 
 
 @compiled
-def work(c: Record, tid: int) -> None:
-    """One thread's part of one step. The barrier's counter only grows, so nothing has to be reset."""
-    # Read before the last barrier: after it, the context may already hold the next step.
-    arrived, rows, wanted = c.barrier_base, c.num_rows, c.num_wanted
+def work(c: Record, tid: int, generation: int) -> None:
+    """One thread's part of one step."""
     for i in range(c.num_operations):
-        op = operation_at(c.operations, i)
-        if op.wanted and wanted == 0:
+        op, counter = operation_at(c.operations, i), c.counters + i * LINE
+        if op.wanted and c.num_wanted == 0:
             continue
-        run(c, op, tid, wanted if op.wanted and op.code != Op.KEEP else rows, c.counters + i * LINE)
-        arrived += c.num_threads
-        if atomic_add(c.barrier, 1) + 1 < arrived:
-            wait_until(c.barrier, arrived)
+        rows = c.num_wanted if op.wanted and op.code != Op.KEEP else c.num_rows
+        units = num_units(c, op, rows)
+        pieces = num_pieces(c, op, rows, units)
+        piece = claim(counter, generation, pieces)
+        while piece >= 0:
+            run(c, op, tid, rows, units, piece, pieces)
+            atomic_add(counter + 8, 1)
+            piece = claim(counter, generation, pieces)
+        if not all_done(counter, generation, pieces):
+            return
 
 
 @compiled
 def step(address: int, tid: int, seen: int) -> int:
-    """Thread 0: run one step. Others: steps as they come, `seen` being how many are done, until none comes for a while.
+    """Thread 0: run one step. Others: steps as they come, `seen` being the last one, until none comes for a while.
 
-    Returns how many steps are done.
+    Returns the number of the last step seen.
     """
     c = context_at(address, 0)
     if tid == 0:
+        generation = atomic_load(c.generation) + 1
+        for i in range(c.num_operations):
+            put_int64(c.counters + i * LINE + 8, 0)
+            put_int64(c.counters + i * LINE, generation << 32)
         atomic_add(c.generation, 1)
-        work(c, 0)
-        return seen + 1
+        work(c, 0, generation)
+        return generation
     idle = 0
     while idle < PATIENCE:
-        if atomic_load(c.generation) > seen:
-            work(c, tid)
-            seen += 1
+        generation = atomic_load(c.generation)
+        if generation > seen:
+            work(c, tid, generation)
+            seen = generation
             idle = 0
         else:
             idle += 1
