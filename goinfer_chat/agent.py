@@ -1,73 +1,205 @@
 """One turn of a conversation: what a person wrote goes in, events come out, and the words are kept.
 
-Nothing here knows a terminal. A turn that fails leaves the conversation as it was.
+Nothing here knows a terminal. A turn that fails leaves the conversation where it stood.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
 
-from engine.api import Engine, Event, Finished, Message, Reply, Request
+from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
+from engine.errors import GoinferError, UsageError
+from goinfer_chat.conversations import DATE, Conversations
 from goinfer_chat.settings import Settings
+from goinfer_chat.store import HEAD, Fork, LiveConversation, ModelRef, ReplyDraft, StoredMessage, session_folder
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The messages so far, without the system prompt, which may change between turns."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be answered next."""
 
-    name: str = "default"
-    messages: list[Message] = field(default_factory=list)
+    text: str | None
+    """None: the message `after`, whatever has followed it before."""
+    after: int | None = HEAD
+    """The message this one follows; where that is not the last one, a branch begins."""
 
 
 class Agent:
     """A conversation with a loaded model under the settings of the moment."""
 
-    def __init__(self, engine: Engine, settings: Settings, conversation: Conversation | None = None) -> None:
+    def __init__(self, engine: Engine, settings: Settings, conversations: Conversations | None = None) -> None:
         self.engine = engine
         self.settings = settings
-        self.conversation = conversation or Conversation()
-        self.last_reply: Reply | None = None
+        self.conversations = conversations or Conversations(session_folder(settings.session_dir), keep=False)
+        self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
+        self._unanswered: Ask | None = None
+        self._read: dict[str, str | None] = {}
+        """Conversations that the engine has read, and under which system prompt."""
+        if self.live is not None:
+            self._enter(self.live)
+            if settings.system is not None:
+                self.set_system(settings.system)
 
-    def request(self, text: str, cancel: threading.Event) -> Request:
-        """What the engine is asked when `text` is said next. Raises UsageError."""
-        system = self.settings.system
-        return Request(
-            messages=(
-                *([Message(role="system", content=system)] if system is not None else []),
-                *self.conversation.messages,
-                Message(role="user", content=text),
-            ),
-            sampling=self.settings.sampling,
-            max_tokens=self.settings.max_tokens,
-            stop=self.settings.stop,
-            conversation=self.conversation.name,
-            cancel=cancel,
-        )
+    @property
+    def live(self) -> LiveConversation | None:
+        """The conversation that goes on; None until something is said in a new one."""
+        return self.conversations.live
 
-    def ask(self, text: str, cancel: threading.Event) -> Iterator[Event]:
-        """Events of the reply to `text`; with Finished, question and reply are in the conversation.
+    # -- a turn --------------------------------------------------------------------------------------------------------
 
-        A reply that was cancelled before its first token leaves nothing behind: a question without an answer
-        would stand beside the next one, which many chat templates refuse. Raises what Engine.generate raises.
+    def ask(self, ask: Ask, cancel: threading.Event) -> Iterator[Event]:
+        """Events of the reply; with Finished it is saved, and the conversation stands at it.
+
+        A reply that was cancelled before its first token leaves nothing behind: a question without an answer would
+        stand beside the next one, which many chat templates refuse. Raises what Engine.generate raises, and
+        StoreError.
         """
-        for event in self.engine.generate(self.request(text, cancel)):
-            if isinstance(event, Finished):
-                self._keep(text, event.reply)
-            yield event
+        live = self.live or self.conversations.begin(system=self.settings.system)
+        if ask.after == HEAD:
+            ask = Ask(text=ask.text, after=live.info.head)
+        self._unanswered = ask
+        said = () if ask.text is None else (Message(role="user", content=ask.text),)
+        request = self._request(live, (*live.messages(self.model.identity, at=ask.after), *said), cancel)
+        events = self.engine.generate(request)  # what it refuses is not saved
+        with live.reply_to(said, after=ask.after, model=self.model) as draft:
+            for event in events:
+                match event:
+                    case TextDelta():
+                        draft.add(event.text)
+                    case Finished():
+                        self._read[live.id] = self.settings.system
+                        yield from self._keep(draft, event.reply)
+                    case _:
+                        pass
+                yield event
 
-    def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
-        self.conversation.messages.clear()
-        self.last_reply = None
-        self.engine.forget(self.conversation.name)
-
-    def _keep(self, text: str, reply: Reply) -> None:
-        self.last_reply = reply
+    def _keep(self, draft: ReplyDraft, reply: Reply) -> Iterator[Notice]:
         if reply.finish_reason == "cancelled" and not reply.ids:
             return
-        self.conversation.messages += [
-            Message(role="user", content=text),
-            Message(role="assistant", content=reply.text, ids=reply.ids),
-        ]
+        late = draft.error
+        message = Message(role="assistant", content=reply.text, ids=reply.ids)
+        draft.finish(message, finish_reason=reply.finish_reason, stats=reply.stats)
+        self._unanswered = None
+        if late is not None:
+            yield Notice(f"the reply is saved, but while it ran that failed for a time: {late}")
+
+    def _request(
+        self, live: LiveConversation, messages: Sequence[Message], cancel: threading.Event | None = None
+    ) -> Request:
+        settings = self.settings
+        system = () if settings.system is None else (Message(role="system", content=settings.system),)
+        return Request(
+            messages=(*system, *messages),
+            sampling=settings.sampling,
+            max_tokens=settings.max_tokens,
+            stop=settings.stop,
+            conversation=live.id,
+            template_kwargs=_template_kwargs(live),
+            speculation=settings.speculation,
+            cancel=cancel or threading.Event(),
+        )
+
+    # -- what to ask ---------------------------------------------------------------------------------------------------
+
+    def retry(self) -> Ask:
+        """The last question once more: the one that got no answer, else the last one. Raises UsageError."""
+        return self._unanswered or Ask(text=None, after=self._last_question().id)
+
+    def edit(self, text: str | None = None) -> Ask:
+        """Another text in place of the last question; without one, that question's own. Raises UsageError."""
+        question = self._last_question()
+        return Ask(text=question.message.content if text is None else text, after=question.parent)
+
+    def _last_question(self) -> StoredMessage:
+        if self.live is None:
+            raise UsageError("nothing has been said yet")
+        return self.live.last_question()
+
+    # -- conversations -------------------------------------------------------------------------------------------------
+
+    def new(self) -> None:
+        """Begin anew; the system prompt stays. A conversation that is not kept is gone."""
+        live, kept = self.live, self.conversations.is_kept
+        self.conversations.leave()
+        self._unanswered = None
+        if live is not None and not kept:
+            self.engine.forget(live.id)
+
+    def resume(self, key: str | None) -> LiveConversation:
+        """Go on with another one, under its own system prompt; None: the one used last. Raises what Store.open does."""
+        live = self.conversations.resume_latest() if key is None else self.conversations.resume(key)
+        self._enter(live)
+        return live
+
+    def fork(self, name: str | None) -> Fork:
+        """Go on with a copy. Raises UsageError."""
+        was = self.live
+        fork = self.conversations.fork(name)
+        self._copied(was)
+        return fork
+
+    def rename(self, name: str) -> str:
+        """Returns the name as it is kept. What was not kept is from here on. Raises UsageError."""
+        was = self.live
+        name = self.conversations.rename(name)
+        self._copied(was)
+        return name
+
+    def delete(self, key: str) -> tuple[str, bool]:
+        """The name of what was deleted, and whether nothing is left of it: see Store.delete. Raises UsageError."""
+        conversation = self.conversations.store.find(key)
+        if self.live is not None and self.live.id == conversation.id:
+            self.new()
+        self.engine.forget(conversation.id)
+        self._read.pop(conversation.id, None)
+        return conversation.name or conversation.id, self.conversations.store.delete(conversation.id)
+
+    def undo(self, turns: int) -> list[StoredMessage]:
+        """Stand before the last question. Returns what is left behind. Raises UsageError."""
+        if self.live is None:
+            raise UsageError("nothing has been said yet")
+        self._unanswered = None
+        return self.live.undo(turns)
+
+    def set_system(self, system: str | None) -> None:
+        """The system prompt of this conversation, and of those that begin after it."""
+        self.settings = self.settings.changed({"system": system})
+        if self.live is not None and self.live.info.system != system:
+            self.live.set_system(system)
+
+    def tokens_to_read(self) -> int:
+        """About how many tokens of what was said the next turn has to read again; 0 where the engine has them."""
+        live = self.live
+        messages = live.messages(self.model.identity) if live is not None else []
+        if live is None or not messages or self._is_read(live):
+            return 0
+        with suppress(GoinferError):  # the next turn says it
+            return self.engine.count_tokens(self._request(live, messages))
+        return 0
+
+    def _is_read(self, live: LiveConversation) -> bool:
+        return live.id in self._read and self._read[live.id] == self.settings.system
+
+    def _enter(self, live: LiveConversation) -> None:
+        self.settings = self.settings.changed({"system": live.info.system})
+        self._unanswered = None
+        if live.recovered and live.recovered[-1].message.role == "user":
+            self._unanswered = Ask(text=None, after=live.recovered[-1].id)
+
+    def _copied(self, was: LiveConversation | None) -> None:
+        """The engine knows what begins alike."""
+        if was is not None and self.live is not None and was.id in self._read:
+            self._read[self.live.id] = self._read[was.id]
+
+
+def _template_kwargs(live: LiveConversation) -> dict[str, Any]:
+    """`date_string` is what templates that tell the day call it; those that do not leave it alone."""
+    day = live.info.settings.get(DATE)
+    with suppress(ValueError, TypeError):
+        return {"date_string": date.fromisoformat(day).strftime("%d %b %Y")} if day is not None else {}
+    return {}

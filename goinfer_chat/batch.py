@@ -7,8 +7,10 @@ from typing import Final
 
 from engine.api import Engine
 from engine.errors import UsageError
-from goinfer_chat.agent import Agent
+from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
+from goinfer_chat.conversation_commands import resumed
+from goinfer_chat.conversations import Conversations
 from goinfer_chat.render import View
 from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
@@ -32,19 +34,26 @@ def run_items(
     first = next(items, None)
     if first is None:
         return 0
-    with open_engine(make_engine()) as engine:
-        agent = Agent(engine, settings)
+    with Conversations.start(settings, at_prompt=False) as conversations, open_engine(make_engine()) as engine:
+        agent = Agent(engine, settings, conversations)
+        say = Stream(None) if settings.quiet else side
+        if agent.live is not None and agent.live.info.num_messages:
+            say.line(resumed(agent), dim=True)
         item: Item | None = first
         while item is not None:
             if isinstance(item, Turn):
-                if play_turn(agent, item.text, make_view()).finish_reason == "cancelled":
-                    return INTERRUPTED
+                ask: Ask | None = Ask(text=item.text)
             else:
                 outcome = COMMANDS.run(agent, item)
-                if outcome.text and not agent.settings.quiet:
-                    side.line(outcome.text)
+                if outcome.text:
+                    say.line(outcome.text)
+                if outcome.edit is not None:
+                    raise UsageError("/edit needs the new text: there is no terminal for an editor")
                 if outcome.quit:
                     return 0
+                ask = outcome.ask
+            if ask is not None and play_turn(agent, ask, make_view()).finish_reason == "cancelled":
+                return INTERRUPTED
             item = next(items, None)
     return 0
 

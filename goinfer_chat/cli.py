@@ -91,7 +91,9 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         match context.invoked_subcommand:
             case None:
                 return chat(resolve(flags, os.environ), make_engine)
-            case ("models" | "pull") as name if any(value is not None for value in flags.values()):
+            case ("models" | "pull" | "sessions") as name if any(
+                value is not None for flag, value in flags.items() if (name, flag) != ("sessions", "session_dir")
+            ):
                 raise UsageError(f"{name} takes none of the flags before it")
             case _:
                 return 0
@@ -146,7 +148,9 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         return check_perplexity(settings, make_engine, perplexity)
 
     from goinfer_chat.bench.commands import bench_app
+    from goinfer_chat.session_commands import sessions_app
 
+    app.add_typer(sessions_app(), name="sessions")
     app.add_typer(bench_app(make_engine, os.environ), name="bench")
     return app
 

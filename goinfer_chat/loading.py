@@ -22,7 +22,13 @@ def load_engine(settings: Settings, side: Stream) -> Engine:
         side.status(f"{what} ({share:.0%})")
 
     try:
-        return load(path, context_size=settings.context_size, threads=settings.threads, progress=progress)
+        return load(
+            path,
+            context_size=settings.context_size,
+            threads=settings.threads,
+            kv_sessions=settings.kv_sessions,
+            progress=progress,
+        )
     finally:
         side.clear_status()
 

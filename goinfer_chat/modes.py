@@ -10,6 +10,7 @@ from engine.api import Engine
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.batch import question, run_items
+from goinfer_chat.conversations import Conversations
 from goinfer_chat.render import JsonView, TextView, View
 from goinfer_chat.script import Item, read_script
 from goinfer_chat.settings import Settings
@@ -30,8 +31,13 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
 
     # With standard output in a file the conversation still needs a terminal, and the file gets the replies alone.
     screen = replies if replies.terminal else side
-    with quiet_terminal(sys.stdin), open_engine(make_engine(settings, screen)) as engine:
-        return run_repl(Agent(engine, settings), screen, partial(_view, settings, replies, screen))
+    with (
+        quiet_terminal(sys.stdin) as terminal,
+        Conversations.start(settings, at_prompt=True) as conversations,
+        open_engine(make_engine(settings, screen)) as engine,
+    ):
+        agent = Agent(engine, settings, conversations)
+        return run_repl(agent, terminal, screen, partial(_view, settings, replies, screen))
 
 
 def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int:

@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TextIO
 
@@ -24,28 +24,31 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Attrs
 
-from goinfer_chat.agent import Agent
+from engine.errors import UsageError
+from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
+from goinfer_chat.conversation_commands import recent, resumed
+from goinfer_chat.editor import edited
+from goinfer_chat.listing import excerpt
 from goinfer_chat.render import View, banner, report_error
 from goinfer_chat.script import Item, Turn, read_item
-from goinfer_chat.terminal import OutputError, Stream, true_text
+from goinfer_chat.store import StoreError
+from goinfer_chat.terminal import OutputError, QuietTerminal, Stream, true_text
 from goinfer_chat.turn import play_turn
 
 
-def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int:
+def run_repl(agent: Agent, terminal: QuietTerminal, screen: Stream, make_view: Callable[[], View]) -> int:
     """Turns and commands until Ctrl-D or /quit; an error is one line and costs only its turn. Returns the exit code.
 
     The caller has made the terminal quiet (`terminal.quiet_terminal`).
     """
-    if not agent.settings.quiet:
-        for line in banner(agent.engine.info):
-            screen.line(line, dim=True)
+    _begin(agent, screen)
     prompt = Prompt(agent, screen)
     with _ending_on_signals() as ending:
         while ending.exit_code is None:
             try:
                 item = read_item(prompt)
-                if item is not None and not _run_item(agent, item, screen, make_view):
+                if item is not None and not _run_item(agent, item, terminal, screen, make_view):
                     return 0
             except _Ended:
                 break
@@ -60,14 +63,42 @@ def run_repl(agent: Agent, screen: Stream, make_view: Callable[[], View]) -> int
         return ending.exit_code or 0
 
 
-def _run_item(agent: Agent, item: Item, screen: Stream, make_view: Callable[[], View]) -> bool:
+def _begin(agent: Agent, screen: Stream) -> None:
+    """What a person should see before the first prompt."""
+    if not agent.settings.quiet:
+        for line in banner(agent.engine.info):
+            screen.line(line, dim=True)
+    if agent.conversations.problem is not None:
+        report_error(agent.conversations.problem, screen)
+        screen.line("nothing of this chat is kept", dim=True)
+    if agent.settings.quiet:
+        return
+    if agent.live is not None and agent.live.info.num_messages:
+        screen.line(resumed(agent), dim=True)
+    elif agent.live is None:
+        with suppress(StoreError):  # the first turn says it
+            for line in recent(agent):
+                screen.line(line, dim=True)
+
+
+def _run_item(agent: Agent, item: Item, terminal: QuietTerminal, screen: Stream, make_view: Callable[[], View]) -> bool:
     """False when the program ends."""
     if isinstance(item, Turn):
-        play_turn(agent, item.text, make_view())
+        play_turn(agent, Ask(text=item.text), make_view())
         return True
     outcome = COMMANDS.run(agent, item)
     if outcome.text:
         screen.line(outcome.text)
+    ask = outcome.ask
+    if outcome.edit is not None:
+        with terminal.lent():
+            text = edited(outcome.edit.text or "")
+        if not text.strip() or text == outcome.edit.text:
+            raise UsageError("the message was not changed, so nothing was asked")
+        ask = replace(outcome.edit, text=text)
+        screen.line(f"> {excerpt(text)}")
+    if ask is not None:
+        play_turn(agent, ask, make_view())
     return not outcome.quit
 
 
@@ -139,10 +170,8 @@ class _Commands(Completer):
         self._agent = agent
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        typed = document.text_before_cursor
-        word = typed.rpartition(" ")[2]
-        for text, help in COMMANDS.completions(self._agent, typed):
-            yield Completion(text, start_position=-len(word), display_meta=help)
+        for found in COMMANDS.completions(self._agent, document.text_before_cursor):
+            yield Completion(found.text, start_position=-found.num_typed, display_meta=found.help)
 
 
 def _keys() -> KeyBindings:

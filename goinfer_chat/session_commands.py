@@ -6,17 +6,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from engine.errors import UsageError
+from goinfer_chat.listing import HEADINGS, cells_of, columns, hit_lines, name_of, when
 from goinfer_chat.terminal import Stream, true_text
 
 if TYPE_CHECKING:
-    from goinfer_chat.store import Conversation, Store, StoredMessage
+    from goinfer_chat.store import Store, StoredMessage
 
 Key = Annotated[str, typer.Argument(metavar="NAME", help="Name, id, or the start of an id.", parser=true_text)]
 At = Annotated[int | None, typer.Option("--at", metavar="ID", help="Down to this message, on whichever branch it is.")]
@@ -142,25 +142,8 @@ def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
     if not conversations:
         Stream(sys.stderr).line("no conversations are kept")
         return 0
-    from goinfer_chat.fetch import size
-
-    rows = [("name", "last used", "messages", "tokens", "cache", "model", "id")]
-    for conversation, kv_bytes in conversations:
-        tokens = "" if conversation.context_tokens is None else f"{conversation.context_tokens:,}"
-        rows.append(
-            (
-                _name(conversation),
-                _when(conversation.updated),
-                f"{conversation.num_messages:,}",
-                tokens,
-                size(kv_bytes) if kv_bytes else "",
-                conversation.model.name if conversation.model else "",
-                conversation.id,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in columns([HEADINGS, *(cells_of(conversation, kv_bytes) for conversation, kv_bytes in conversations)]):
+        out.line(line)
     return 0
 
 
@@ -177,7 +160,7 @@ def _show(context: typer.Context, key: str, at: int | None, *, as_json: bool) ->
         for stored in path:
             _write_json(out, message_as_json(stored))
         return 0
-    out.line(f"{_name(conversation)} | {conversation.id} | {_when(conversation.updated)}", dim=True)
+    out.line(f"{name_of(conversation)} | {conversation.id} | {when(conversation.updated)}", dim=True)
     if conversation.system is not None:
         out.line("system", dim=True)
         out.line(conversation.system)
@@ -211,8 +194,9 @@ def _search(context: typer.Context, text: str, within: str | None, limit: int, *
             found = {"conversation": hit.conversation.id, "name": hit.conversation.name, "message": hit.message.id}
             _write_json(out, found | {"role": hit.message.message.role, "snippet": hit.snippet})
         else:
-            out.line(f"{_name(hit.conversation)} | {hit.message.message.role} | message {hit.message.id}", dim=True)
-            out.line(f"  {hit.snippet}")
+            where, words = hit_lines(hit)
+            out.line(where, dim=True)
+            out.line(words)
     if not hits and not as_json:
         Stream(sys.stderr).line("nothing was found")
     return 0
@@ -225,7 +209,7 @@ def _rename(context: typer.Context, key: str, name: str) -> int:
     with _store(context) as store:
         conversation = store.find(key)
         name = store.rename(conversation.id, name)
-    Stream(sys.stderr).line(f"{_name(conversation)} is called {name}")
+    Stream(sys.stderr).line(f"{name_of(conversation)} is called {name}")
     return 0
 
 
@@ -233,15 +217,15 @@ def _delete(context: typer.Context, keys: Sequence[str], *, yes: bool) -> int:
     side = Stream(sys.stderr)
     with _store(context) as store:
         conversations = {conversation.id: conversation for key in keys for conversation in [store.find(key)]}
-        names = ", ".join(map(_name, conversations.values()))
+        names = ", ".join(map(name_of, conversations.values()))
         if not yes and not _agreed(f"Delete {names}, with nothing left of it", side):
             return 0
         for conversation in conversations.values():
             if store.delete(conversation.id):
-                side.line(f"deleted {_name(conversation)}")
+                side.line(f"deleted {name_of(conversation)}")
             else:
                 side.line(
-                    f"deleted {_name(conversation)}; the last traces on the disk go when the other goinfer-chat ends "
+                    f"deleted {name_of(conversation)}; the last traces on the disk go when the other goinfer-chat ends "
                     "that is reading"
                 )
     return 0
@@ -256,7 +240,7 @@ def _fork(context: typer.Context, key: str, name: str | None, at: int | None) ->
         fork = store.fork(conversation.id, name=name, at=HEAD if at is None else at)
     if fork.kv_problem:
         side.line(fork.kv_problem)
-    Stream(sys.stdout).line(_name(fork.conversation))
+    Stream(sys.stdout).line(name_of(fork.conversation))
     return 0
 
 
@@ -318,7 +302,7 @@ def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) ->
         added = store.add(new, kv_file=_beside(path) if kv else None, number_name=name is None)
     if added.kv_problem:
         Stream(sys.stderr).line(added.kv_problem)
-    Stream(sys.stdout).line(_name(added.conversation))
+    Stream(sys.stdout).line(name_of(added.conversation))
     return 0
 
 
@@ -357,14 +341,6 @@ def _agreed(question: str, side: Stream) -> bool:
         raise UsageError("there is no terminal to ask at; --yes does it without asking")
     side.write(f"{question}? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _name(conversation: Conversation) -> str:
-    return conversation.name or conversation.id
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _shown(path: Any) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from engine.api import SamplingParams
+from engine.api import SamplingParams, SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.terminal import true_text
 
@@ -27,6 +27,13 @@ class Settings:
     system: str | None = None
     context_size: int | None = None
     threads: int | None = None
+    kv_sessions: int = 4
+    speculation: SpeculationMode = "off"
+    session_dir: str | None = None
+    continue_last: bool = False
+    resume: str | None = None
+    save: str | None = None
+    ephemeral: bool = False
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -42,6 +49,12 @@ class Settings:
         for flag, value in (("ctx", self.context_size), ("threads", self.threads), ("max-tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
+        if self.kv_sessions < 0:
+            raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
+        if self.speculation not in get_args(SpeculationMode):
+            raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}")
+        if self.continue_last + self.ephemeral + (self.resume is not None) + (self.save is not None) > 1:
+            raise UsageError("only one of --continue, --resume, --save and --ephemeral can be obeyed")
         if not all(self.stop):
             raise UsageError("a stop string must not be empty")
         if self.ids and not self.json:
@@ -144,6 +157,26 @@ SETTINGS: Final = (
     Setting(flag="system", parse=true_text, help="System prompt.", argument="TEXT"),
     Setting(flag="ctx", field="context_size", parse=optional(parse_int), help="Context in tokens, as memory allows."),
     Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine."),
+    Setting(flag="kv-sessions", parse=parse_int, help="Conversations that stay read in memory; 0 turns reuse off."),
+    Setting(
+        flag="spec",
+        field="speculation",
+        parse=true_text,
+        help="Guess tokens ahead; the words are the same.",
+        argument="|".join(get_args(SpeculationMode)),
+        in_chat=True,
+    ),
+    Setting(flag="session-dir", parse=str, help="Folder of the kept conversations.", argument="DIR"),
+    Setting(
+        flag="continue",
+        field="continue_last",
+        parse=parse_bool,
+        help="Go on with the conversation used last.",
+        switch=True,
+    ),
+    Setting(flag="resume", parse=true_text, help="Go on with this conversation.", argument="NAME"),
+    Setting(flag="save", parse=true_text, help="Begin a conversation of this name and keep it.", argument="NAME"),
+    _switch("ephemeral", "Keep nothing of this chat."),
     _chat("temperature", parse_float, "0 is greedy; higher is more varied.", "X"),
     _chat("top-k", parse_int, "Keep the k most likely tokens; 0 keeps all."),
     _chat("top-p", parse_float, "Keep the likeliest tokens that sum to p; 1 keeps all.", "X"),
@@ -159,6 +192,10 @@ SETTINGS: Final = (
     _switch("ids", "Add token ids to --json."),
     _switch("quiet", "Nothing but replies and errors."),
 )
+
+
+_WHICH: Final = frozenset({"continue_last", "resume", "save", "ephemeral"})
+"""Which conversation goes on: one choice, so a flag of them counts before the variables of all."""
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -181,4 +218,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Settings from flags (a value of None was not given), then variables, then defaults. Raises UsageError."""
     given = {name: value for name, value in flags.items() if value is not None}
-    return Settings().changed(from_environment(environ) | given)
+    found = from_environment(environ)
+    if _WHICH & given.keys():
+        found = {name: value for name, value in found.items() if name not in _WHICH}
+    return Settings().changed(found | given)

@@ -165,8 +165,17 @@ def _drop_buffer(file: TextIO) -> None:
         os.close(null)
 
 
+class QuietTerminal:
+    """A terminal that is quiet, and can be lent to another program as it was found."""
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Without a terminal this does nothing."""
+        yield
+
+
 @contextmanager
-def quiet_terminal(file: TextIO) -> Iterator[None]:
+def quiet_terminal(file: TextIO) -> Iterator[QuietTerminal]:
     """Typing is not echoed and waits for the next prompt; the terminal is left as it was found.
 
     Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. SIGTERM and
@@ -174,7 +183,7 @@ def quiet_terminal(file: TextIO) -> Iterator[None]:
     anything. Without a terminal this does nothing.
     """
     if sys.platform == "win32" or not file.isatty():
-        yield
+        yield QuietTerminal()
         return
     import termios
 
@@ -195,11 +204,20 @@ def quiet_terminal(file: TextIO) -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
+    class Quieted(QuietTerminal):
+        @contextmanager
+        def lent(self) -> Iterator[None]:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, found)
+            try:
+                yield
+            finally:
+                termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
+
     handlers = {signal.SIGTSTP: suspend, signal.SIGTERM: end, signal.SIGHUP: end}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:
-        yield
+        yield Quieted()
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, found)
         for number, handler in previous.items():

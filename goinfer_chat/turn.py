@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Final
 
 from engine.api import Engine, Event, Finished, Reply
-from goinfer_chat.agent import Agent
+from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.render import View
 
 ENGINE_THREAD: Final = "engine"
@@ -21,8 +21,8 @@ PATIENCE_SECONDS: Final = 2.0
 """How long an engine may take to stop before another Ctrl-C ends the program."""
 
 
-def play_turn(agent: Agent, text: str, view: View) -> Reply:
-    """Show the reply to `text`. Ctrl-C stops it and keeps what was said: see `finish_reason`.
+def play_turn(agent: Agent, ask: Ask, view: View) -> Reply:
+    """Show the reply. Ctrl-C stops it and keeps what was said: see `finish_reason`.
 
     Raises what Agent.ask raises; KeyboardInterrupt when Ctrl-C comes again PATIENCE_SECONDS after the first and
     the engine still has not stopped; OutputError when a stream cannot be written to.
@@ -30,7 +30,7 @@ def play_turn(agent: Agent, text: str, view: View) -> Reply:
     cancel = threading.Event()
     reply: Reply | None = None
     try:
-        with stopping_on_interrupt(cancel), closing(events_of(agent, text, cancel)) as events:
+        with stopping_on_interrupt(cancel), closing(events_of(agent, ask, cancel)) as events:
             for event in events:
                 if event is None:
                     view.tick()
@@ -44,7 +44,7 @@ def play_turn(agent: Agent, text: str, view: View) -> Reply:
     return reply
 
 
-def events_of(agent: Agent, text: str, cancel: threading.Event) -> Generator[Event | None]:
+def events_of(agent: Agent, ask: Ask, cancel: threading.Event) -> Generator[Event | None]:
     """The events of a turn that runs in a thread of its own; None whenever TICK_SECONDS pass without one.
 
     Left early, it cancels the turn and waits for the thread, though not longer than PATIENCE_SECONDS.
@@ -53,7 +53,7 @@ def events_of(agent: Agent, text: str, cancel: threading.Event) -> Generator[Eve
 
     def work() -> None:
         try:
-            for event in agent.ask(text, cancel):
+            for event in agent.ask(ask, cancel):
                 items.put(event)
             items.put(None)
         except BaseException as error:  # noqa: BLE001 - raised again by the reader

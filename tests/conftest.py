@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,15 @@ import pytest
 
 from engine.errors import ModelError
 from goinfer_chat import catalogue
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_conversation_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test, and no process that a test starts, sees or changes the conversations that a person keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GOINFER_CHAT_SESSION_DIR", str(tmp_path_factory.mktemp("sessions") / "of-nobody"))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(scope="session")

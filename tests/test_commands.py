@@ -9,7 +9,7 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 
 from engine.api import Finished, Message
 from engine.errors import TemplateError, UsageError
-from goinfer_chat.agent import Agent
+from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import SETTINGS, Settings
@@ -31,8 +31,13 @@ def run(agent: Agent, line: str) -> str:
 
 
 def ask(agent: Agent, text: str) -> None:
-    for _ in agent.ask(text, threading.Event()):
+    for _ in agent.ask(Ask(text=text), threading.Event()):
         pass
+
+
+def said(agent: Agent) -> list[Message]:
+    assert agent.live is not None
+    return agent.live.messages(agent.model.identity)
 
 
 def test_the_next_request_holds_the_conversation_with_the_ids_of_each_reply(
@@ -61,18 +66,18 @@ def test_a_turn_that_fails_is_not_kept() -> None:
 def test_a_turn_stopped_before_its_first_token_is_not_kept(agent: Agent, engine: ScriptedEngine) -> None:
     stopped = threading.Event()
     stopped.set()
-    *_, last = agent.ask("never answered", stopped)
+    *_, last = agent.ask(Ask(text="never answered"), stopped)
     assert isinstance(last, Finished)
     assert last.reply.finish_reason == "cancelled"
-    assert agent.conversation.messages == []
+    assert said(agent) == []
 
 
 def test_a_turn_stopped_in_the_middle_keeps_what_was_said(agent: Agent) -> None:
     cancel = threading.Event()
-    for event in agent.ask("go on", cancel):
+    for event in agent.ask(Ask(text="go on"), cancel):
         if getattr(event, "text", "") == "Hel":
             cancel.set()
-    assert [(message.content, message.ids) for message in agent.conversation.messages] == [
+    assert [(message.content, message.ids) for message in said(agent)] == [
         ("go on", None),
         ("Hel", (0,)),
     ]
@@ -84,7 +89,7 @@ def test_reset_forgets_the_words_and_the_cache_but_not_the_system_prompt(agent: 
     run(agent, "reset")
     ask(agent, "second")
     assert [message.content for message in engine.requests[1].messages] == ["Be brief.", "second"]
-    assert engine.forgotten == ["default"]
+    assert engine.forgotten == [engine.requests[0].conversation]
 
 
 def test_the_system_prompt_can_be_shown_and_taken_away(agent: Agent, engine: ScriptedEngine) -> None:
@@ -159,11 +164,11 @@ def test_a_near_miss_is_suggested(agent: Agent) -> None:
 
 
 def test_a_command_without_arguments_refuses_one(agent: Agent) -> None:
-    with pytest.raises(UsageError, match="/reset takes no argument"):
+    with pytest.raises(UsageError, match="/new takes no argument"):
         run(agent, "reset everything")
 
 
 def test_completion_offers_names_then_arguments(agent: Agent) -> None:
-    assert [text for text, _ in COMMANDS.completions(agent, "/top")] == ["/top-k", "/top-p"]
-    assert [text for text, _ in COMMANDS.completions(agent, "/help res")] == ["reset"]
+    assert [found.text for found in COMMANDS.completions(agent, "/top")] == ["/top-k", "/top-p"]
+    assert [found.text for found in COMMANDS.completions(agent, "/help res")] == ["resume"]
     assert COMMANDS.completions(agent, "hello /top") == COMMANDS.completions(agent, "//top") == []

@@ -37,6 +37,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             arguments: tuple[str, ...] = (),
             shell: str | None = None,
             load_seconds: float = 0,
+            env: dict[str, str] | None = None,
             **terminal: Any,
         ) -> Terminal:
             script = tmp_path / "turns.json"
@@ -45,7 +46,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             command = [sys.executable, str(PROGRAM), str(script), *arguments]
             if shell is not None:
                 command = ["/bin/sh", "-c", shell, "sh", *command]
-            return stack.enter_context(Terminal(command, **terminal))
+            env = {"GOINFER_CHAT_SESSION_DIR": str(tmp_path / "sessions"), **(env or {})}
+            return stack.enter_context(Terminal(command, env=env, **terminal))
 
         yield begin
 

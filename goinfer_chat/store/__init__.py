@@ -6,6 +6,7 @@ database.py       the SQLite file: schema, migrations, transactions, errors
 queries.py        all SQL on it
 live.py           a conversation that goes on, and the reply that is being written
 conversations.py  the store: list, find, search, open, fork, delete
+unkept.py         a conversation in memory alone
 exports.py        Markdown and JSON out, JSON in
 records.py        what all of this is given and gives back
 """
@@ -28,6 +29,7 @@ from goinfer_chat.store.records import (
     StoreError,
     for_model,
 )
+from goinfer_chat.store.unkept import UnkeptConversation
 
 __all__ = [
     "HEAD",
@@ -43,6 +45,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoredMessage",
+    "UnkeptConversation",
     "check_name",
     "for_model",
     "name_from",

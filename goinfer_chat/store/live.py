@@ -58,6 +58,11 @@ class LiveConversation:
                 at = self._head(connection)
             return queries.path(connection, at)
 
+    def tree(self) -> list[StoredMessage]:
+        """The messages of all branches in the order of writing; parents come before their children."""
+        with self._database.reading() as connection:
+            return queries.tree(connection, self.id)
+
     def messages(self, model: str | None, at: int | None = HEAD) -> list[Message]:
         """The same for a request to the model of this identity, with the ids that are its own."""
         return for_model(self.path(at), model)

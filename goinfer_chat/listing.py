@@ -1,0 +1,59 @@
+"""How lists of conversations and messages look, at the prompt and from `goinfer-chat sessions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from goinfer_chat.store import Conversation, SearchHit
+
+HEADINGS: Final = ("name", "last used", "messages", "tokens", "cache", "model", "id")
+
+
+def name_of(conversation: Conversation) -> str:
+    return conversation.name or conversation.id
+
+
+def when(seconds: float) -> str:
+    """A time since the epoch, as it was on the clock here."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def cells_of(conversation: Conversation, kv_bytes: int) -> tuple[str, ...]:
+    """Cells below `HEADINGS`."""
+    from goinfer_chat.fetch import size
+
+    return (
+        name_of(conversation),
+        when(conversation.updated),
+        f"{conversation.num_messages:,}",
+        "" if conversation.context_tokens is None else f"{conversation.context_tokens:,}",
+        size(kv_bytes) if kv_bytes else "",
+        conversation.model.name if conversation.model else "",
+        conversation.id,
+    )
+
+
+def hit_lines(hit: SearchHit) -> tuple[str, str]:
+    """Where something was found, and the words around it."""
+    stored = hit.message
+    return f"{name_of(hit.conversation)} | {stored.message.role} | message {stored.id}", f"  {hit.snippet}"
+
+
+def excerpt(text: str, num_lines: int = 6, num_columns: int = 300) -> str:
+    """The first lines of a text, and a sign where there is more."""
+    lines = text.strip("\n").split("\n")
+    shown = [line if len(line) <= num_columns else line[:num_columns] + "…" for line in lines[:num_lines]]
+    return "\n".join([*shown, "…"] if len(lines) > num_lines else shown)
