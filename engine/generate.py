@@ -36,7 +36,7 @@ from engine.api import (
     TokenLogprobs,
     TurnStats,
 )
-from engine.kv_cache import BlockTable, CacheFullError
+from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError
 from engine.model import MAX_WANTED, Batch
 from engine.sampler import Sampler, log_probabilities
 from engine.sessions import Sessions
@@ -346,12 +346,13 @@ def step(model: Model, sessions: Sessions, running: Sequence[Generation], pace: 
 
 
 def _reserve(sessions: Sessions, rows: Rows) -> Rows:
-    """Make room for the rows. Guesses are left out where they would cost another conversation its cache."""
+    """Make room for the rows. Guesses that would cost another conversation its cache are left out."""
     if rows.num_drafted:
         with suppress(CacheFullError):
             rows.table.reserve(len(rows.ids))
             return rows
-        rows = Rows(rows.table, rows.known, num_wanted=1)
+        ids = rows.ids[: BLOCK_SIZE - len(rows.table) % BLOCK_SIZE]  # in the block that one row needs anyway
+        rows = Rows(rows.table, ids, num_wanted=len(ids), num_drafted=len(ids) - 1)
     sessions.reserve(rows.table, len(rows.ids))
     return rows
 

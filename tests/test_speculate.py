@@ -281,10 +281,11 @@ def test_a_stop_string_inside_a_draft_ends_the_reply_where_it_would_have(stop: s
 def test_an_end_token_inside_a_draft_ends_the_reply_and_leaves_no_trace_of_what_was_guessed_behind_it() -> None:
     request = Request(prompt_ids=tuple(range(97, 117)), sampling=GREEDY)
     guessing = SpeculatingBench(StandInModel(script=says("hello", start=20)))
-    guessing.begin = lambda table: Oracle([*request.prompt_ids, *b"hello", END, *b"hello"], 0, 1.0)
+    guessing.begin = lambda table: Oracle([*request.prompt_ids, *b"hello", END, *b"hello" * 20], 0, 1.0)
     reply = Turn(guessing, request).reply
-    assert max(guessing.model.wanted_per_step) > len("hello")
+    assert max(guessing.model.wanted_per_step) == MAX_WANTED
     assert (reply.text, reply.finish_reason, reply.stats.context_used) == ("hello", "stop", 25)
+    assert reply.stats.kv_bytes == StandInModel.kv_block_bytes
 
 
 def test_an_end_token_that_is_expected_ends_the_draft() -> None:
@@ -377,13 +378,14 @@ def test_generations_that_share_steps_say_what_each_says_alone() -> None:
 
 
 def test_guesses_take_no_room_that_plain_decoding_would_not_have() -> None:
-    request = Request(prompt_ids=tuple(b"abcd" * 15), max_tokens=66, sampling=GREEDY)
+    said = b"abcd" * 10  # 80 + 40 positions: two of the three blocks, and guesses go on as if the reply did too
+    request = Request(prompt_ids=tuple(b"abcd" * 20), max_tokens=300, sampling=GREEDY)
     kept = Request(prompt_ids=(1, 2, 3), max_tokens=2, sampling=GREEDY, conversation="kept")
     for guesses in (False, True):
-        bench = SpeculatingBench(Swayed(b"abcd", 100.0), blocks=3)
+        bench = SpeculatingBench(StandInModel(script=says(said, start=80)), blocks=3)
         bench.events(kept)
         reply = finished((bench.eager() if guesses else bench).events(request))
-        assert len(reply.ids) == 66
+        assert bytes(reply.ids) == said
         assert bench.sessions.kept == ("kept", "default")
     assert reply.stats.draft_accepted
 
