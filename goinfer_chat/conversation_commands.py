@@ -152,7 +152,7 @@ def _export(agent: Agent, argument: str) -> Outcome:
 
     if not argument:
         raise UsageError("/export needs a file; one that ends in .json can be imported again, others are Markdown")
-    if agent.live is None:
+    if agent.live is None or not agent.live.path():
         raise UsageError("nothing has been said yet")
     file = Path(argument).expanduser()
     if file.suffix == ".json":

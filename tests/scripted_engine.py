@@ -79,6 +79,7 @@ class ScriptedEngine:
             backend="cpu",
             kernels="AVX2",
             threads=2,
+            identity=f"content of {self._name}",
             notices=self._notices,
         )
 
