@@ -5,13 +5,14 @@ K/V are functions of the ids (`kv_conversations`), so whatever comes out of a fi
 
 from __future__ import annotations
 
+import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_conversations import ODD, SMALL, Conversation, identity, restored
 from tiny_models import write_tiny_model
 
+from engine import kv_file
 from engine.arch import ModelConfig
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
@@ -441,6 +443,51 @@ def test_many_small_turns_do_not_make_a_file_slow_to_read(path: Path) -> None:
             file.save(conversation.table, conversation.pool)
     assert len(records(path.read_bytes())) <= 8 * 6
     assert restored(path) == (list(range(300)), None)
+
+
+def test_a_system_that_writes_a_few_bytes_at_a_time_writes_the_same_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwritev
+
+    def a_few(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        return real(descriptor, [b"".join(views)[:7]], offset)
+
+    conversation = Conversation(path)
+    conversation.add_some(70)
+    monkeypatch.setattr(os, "pwritev", a_few)
+    with conversation.save() as file:
+        conversation.add_some(70)
+        assert not file.save(conversation.table, conversation.pool).rewritten
+    assert restored(path) == (list(range(140)), None)
+
+
+def test_the_order_in_which_records_are_read_does_not_matter(
+    path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backwards:
+        def __init__(self, num_threads: int) -> None:
+            pass
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def map(self, call: Callable[[Any], bool], pieces: Sequence[Any]) -> list[bool]:
+            return [call(piece) for piece in reversed(pieces)][::-1]
+
+    conversation = Conversation(path)
+    conversation.add_some(64)
+    with conversation.save() as file:  # two records of one block, the first of which was longer once
+        conversation.table.truncate(40)
+        conversation.add(range(500, 524))
+        assert not file.save(conversation.table, conversation.pool).rewritten
+    monkeypatch.setattr(kv_file, "ThreadPoolExecutor", Backwards)
+    assert restored(path) == (conversation.table.ids, None)
+    path.write_bytes(whole)
+    assert len(restored(path)[0]) == 130
 
 
 def test_an_empty_conversation_makes_no_file(path: Path) -> None:
