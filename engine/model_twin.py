@@ -107,4 +107,4 @@ def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:
 
 def _branch(c: ModelConfig, t: _Tensors, post_norm: str, y: Floats) -> Floats:
     """A branch on its way into the residual stream."""
-    return twins.normed(y, t.vector(post_norm), c.norm_eps) if c.arch.post_norms else y
+    return twins.branch_normed(y, t.vector(post_norm), c.norm_eps) if c.arch.post_norms else y

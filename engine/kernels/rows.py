@@ -69,12 +69,12 @@ def inverse_rms(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) ->
 
 
 def add_normed(b: KernelBuilder, y: Value, weight: Value, inverse: Value, out: Value, n: Value) -> None:
-    """out += y * inverse * weight for n floats: a norm on the way into the residual stream."""
+    """out += y * (inverse * weight) for n floats: a norm on the way into the residual stream."""
     y, weight, out = (b.pointer(p) for p in (y, weight, out))
     factor = b.broadcast(F32, b.pointer(inverse))
     with b.loop(b.sdiv(n, I64(16))) as i:
         at = b.times(i, 64)
-        normed = b.fmul(b.fmul(b.read(VF, y, at), factor), b.read(VF, weight, at))
+        normed = b.fmul(b.read(VF, y, at), b.fmul(factor, b.read(VF, weight, at)))
         b.write(b.fadd(b.read(VF, out, at), normed), out, at)
 
 

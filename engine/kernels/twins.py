@@ -173,6 +173,11 @@ def normed(x: Floats, weight: Floats, eps: float) -> Floats:
     return x * inverse_rms(x, eps)[..., None] * weight
 
 
+def branch_normed(y: Floats, weight: Floats, eps: float) -> Floats:
+    """y * (1 / rms(y) * weight) for y [..., n]: what `add_normed` adds to the residual stream."""
+    return y * (inverse_rms(y, eps)[..., None] * weight)
+
+
 def silu(gate: Floats, up: Floats) -> Floats:
     """gate / (1 + exp(-gate)) * up."""
     return gate / (np.float32(1) + exp(-gate)) * up
