@@ -148,3 +148,38 @@ def test_the_terminal_is_as_it_was_after_interrupts_and_ctrl_d(start: Callable[.
     assert terminal.attributes == terminal.found
     assert terminal.cursor_is_shown
     assert terminal.raw.rfind("\x1b[?2004l") > terminal.raw.rfind("\x1b[?2004h")
+
+
+def test_a_conversation_that_goes_on_in_another_process_says_what_it_would_have_said_in_one(
+    start: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    flags = ("--json", "--ids", "--max-tokens", "24", "--system", "You are brief.")
+    questions = ("My name is Ada. Say hello.", "What is my name?", "Write one line about the sea.")
+    in_one = start(*flags, "--session-dir", str(tmp_path / "one"))
+    expected = [ask(in_one, question) for question in questions]
+    said = []
+    for question in questions:
+        terminal = start(*flags, "--session-dir", str(tmp_path / "many"), *(["--continue"] if said else []))
+        said.append(ask(terminal, question))
+        terminal.send(CTRL_D)
+        assert terminal.wait_for_end() == 0
+    for turn, same in zip(said, expected, strict=True):
+        assert turn["prompt_ids"] == same["prompt_ids"]
+        assert turn["reply_ids"] == same["reply_ids"]
+
+
+def test_after_undo_and_retry_the_next_turn_is_as_from_cold(
+    start: Callable[..., Terminal], model_path: Callable[[str], Path]
+) -> None:
+    terminal = start("--json", "--ids", "--max-tokens", "24")
+    first = ask(terminal, "Name three rivers.")
+    ask(terminal, "And three lakes.")
+    terminal.send("/undo" + ENTER)
+    terminal.wait("Back before: And three lakes.")
+    terminal.wait_for_prompt()
+    other = ask(terminal, "And three hills.")
+    assert other["prefill_reused_tokens"] >= len(first["prompt_ids"]) + len(first["reply_ids"])
+    again = ask(terminal, "/retry")
+    assert (again["prompt_ids"], again["reply_ids"]) == (other["prompt_ids"], other["reply_ids"])
+    assert again["prefill_tokens"] == 1
+    assert again["reply_ids"] == from_cold(model_path(MODEL), again)
