@@ -123,6 +123,8 @@ def stats_line(reply: Reply) -> str:
         parts.append(f"TTFT {stats.ttft_ms:,.0f} ms")
     if stats.decode_tok_s is not None:
         parts.append(f"{stats.decode_tok_s:.1f} tok/s")
+    if stats.draft_tokens:
+        parts.append(f"{stats.draft_accepted or 0:,} of {stats.draft_tokens:,} guesses right")
     if reply.finish_reason == "cancelled":
         parts.append("stopped")
     if reply.finish_reason == "length":

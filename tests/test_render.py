@@ -171,6 +171,13 @@ def test_the_line_of_figures_says_why_a_reply_is_not_complete() -> None:
     assert stats_line(reply(finish_reason="length", stats=full)).endswith("| cut: the context is full")
 
 
+def test_the_line_of_figures_says_how_many_guesses_were_right() -> None:
+    stats = TurnStats(prompt_tokens=3, prefill_reused_tokens=0, prefill_tokens=3, draft_tokens=20, draft_accepted=14)
+    assert stats_line(reply(stats=stats)).endswith("| 14 of 20 guesses right")
+    none = TurnStats(prompt_tokens=3, prefill_reused_tokens=0, prefill_tokens=3, draft_tokens=0, draft_accepted=0)
+    assert "guesses" not in stats_line(reply(stats=none))
+
+
 def test_replies_and_everything_else_go_to_two_streams() -> None:
     out, err = io.StringIO(), io.StringIO()
     view = TextView(Stream(out, {}), Stream(err, {}))
