@@ -39,7 +39,7 @@ class Agent:
         self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
         self._unanswered: Ask | None = None
         self._read: dict[str, str | None] = {}
-        """Conversations that the engine has read, and under which system prompt."""
+        """Conversations that the engine keeps read, the one used last at the end, and under which system prompt."""
         if self.live is not None:
             self._enter(self.live)
             if settings.system is not None:
@@ -72,7 +72,7 @@ class Agent:
                     case TextDelta():
                         draft.add(event.text)
                     case Finished():
-                        self._read[live.id] = self.settings.system
+                        self._now_read(live)
                         yield from self._keep(draft, event.reply)
                     case _:
                         pass
@@ -181,6 +181,12 @@ class Agent:
         with suppress(GoinferError):  # the next turn says it
             return self.engine.count_tokens(self._request(live, messages))
         return 0
+
+    def _now_read(self, live: LiveConversation) -> None:
+        self._read.pop(live.id, None)
+        self._read[live.id] = self.settings.system
+        while len(self._read) > self.settings.kv_sessions:
+            del self._read[next(iter(self._read))]
 
     def _is_read(self, live: LiveConversation) -> bool:
         return live.id in self._read and self._read[live.id] == self.settings.system

@@ -50,6 +50,7 @@ def _params(agent: Agent, _argument: str) -> Outcome:
         ("system", agent.settings.system or "none"),
         ("model", f"{info.name} ({info.architecture}, {info.quantization}, {info.num_parameters:,} parameters)"),
         ("context", f"{used:,} of {info.context_size:,} tokens used"),
+        ("cache", f"{info.kv_bytes_per_token:,} bytes a token, {used * info.kv_bytes_per_token:,} in all"),
         ("conversation", called(agent)),
         ("engine", f"{info.backend}, {info.kernels}, {info.threads} threads"),
     ]

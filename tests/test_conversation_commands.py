@@ -479,6 +479,7 @@ def test_commands_after_which_the_next_turn_reads_again_say_how_much(start: Star
     assert "again" not in run(agent, "system").text
     assert run(agent, "system Be brief.").text == "System prompt: Be brief. The next turn reads 13 tokens again."
     assert run(agent, "system none").text == "There is no system prompt."
+    assert "cache              1 bytes a token, 8 in all" in run(agent, "params").text
     run(agent, "undo")
     assert "again" not in run(agent, "system Be brief.").text
     play(agent, "a b c")
