@@ -38,7 +38,7 @@ def run_items(
         agent = Agent(engine, settings, conversations)
         say = Stream(None) if settings.quiet else side
         if agent.live is not None and agent.live.info.num_messages:
-            say.line(resumed(agent), dim=True)
+            say.line(resumed(agent, with_words=False), dim=True)
         item: Item | None = first
         while item is not None:
             if isinstance(item, Turn):

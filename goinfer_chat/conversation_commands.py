@@ -36,14 +36,14 @@ def cost(agent: Agent) -> str:
     return f" The next turn reads {counted(num_tokens, 'token')} again." if num_tokens else ""
 
 
-def resumed(agent: Agent) -> str:
-    """Where the conversation stands that now goes on: for whoever comes back to it."""
+def resumed(agent: Agent, *, with_words: bool = True) -> str:
+    """Where the conversation stands that now goes on; for a person, also what was said last."""
     assert agent.live is not None
     info, path = agent.live.info, agent.live.path()
     lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}.{cost(agent)}"]
     if info.model is not None and info.model.identity != agent.model.identity:
         lines.append(f"The model of its last turn was {info.model.name}.")
-    for stored in path[-2:]:
+    for stored in path[-2:] if with_words else ():
         text = excerpt(stored.message.content)
         lines.append(f"> {text}" if stored.message.role == "user" else text)
     for stored in agent.live.recovered[-1:]:

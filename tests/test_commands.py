@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 from scripted_engine import ScriptedEngine, ScriptedTurn
@@ -21,8 +22,10 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def agent(engine: ScriptedEngine) -> Agent:
-    return Agent(engine, Settings())
+def agent(engine: ScriptedEngine) -> Iterator[Agent]:
+    agent = Agent(engine, Settings())
+    with agent.conversations:
+        yield agent
 
 
 def run(agent: Agent, line: str) -> str:
@@ -57,9 +60,10 @@ def test_the_next_request_holds_the_conversation_with_the_ids_of_each_reply(
 def test_a_turn_that_fails_is_not_kept() -> None:
     engine = ScriptedEngine([ScriptedTurn(error="template"), ScriptedTurn(pieces=["ok"])])
     agent = Agent(engine, Settings())
-    with pytest.raises(TemplateError):
-        ask(agent, "refused")
-    ask(agent, "taken")
+    with agent.conversations:
+        with pytest.raises(TemplateError):
+            ask(agent, "refused")
+        ask(agent, "taken")
     assert [message.content for message in engine.requests[1].messages] == ["taken"]
 
 

@@ -104,7 +104,9 @@ def test_a_script_goes_on_in_another_process(program: Program, folder: Path) -> 
     assert program("--save", "work", stdin="a\n").stdout == "One said\n"
     done = program("--resume", "work", stdin="b\n")
     assert (done.returncode, done.stdout) == (0, "One said\n")
-    assert done.stderr.splitlines()[0].startswith("Going on with work: 2 messages.")
+    going_on, figures = done.stderr.splitlines()
+    assert going_on.startswith("Going on with work: 2 messages.")
+    assert figures.startswith("prompt 10 (")
     assert program("run", "c", "--continue", "--quiet").stderr == ""
     assert kept(folder, "work") == ["a", "One said", "b", "One said", "c", "One said"]
 
