@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
+from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta, TurnStats
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.conversations import DATE, Conversations
 from goinfer_chat.settings import Settings
-from goinfer_chat.store import HEAD, Fork, LiveConversation, ModelRef, ReplyDraft, StoredMessage, session_folder
+from goinfer_chat.store import (
+    HEAD,
+    Fork,
+    LiveConversation,
+    ModelRef,
+    ReplyDraft,
+    StoredMessage,
+    for_model,
+    session_folder,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +72,9 @@ class Agent:
         if ask.after == HEAD:
             ask = Ask(text=ask.text, after=live.info.head)
         self._unanswered = ask
+        path = live.path(ask.after)
         said = () if ask.text is None else (Message(role="user", content=ask.text),)
-        request = self._request(live, (*live.messages(self.model.identity, at=ask.after), *said), cancel)
+        request = self._request(live, (*for_model(path, self.model.identity), *said), cancel)
         events = self.engine.generate(request)  # what it refuses is not saved
         with live.reply_to(said, after=ask.after, model=self.model) as draft:
             for event in events:
@@ -74,6 +84,8 @@ class Agent:
                     case Finished():
                         self._now_read(live)
                         yield from self._keep(draft, event.reply)
+                        if event.reply.stats.restored_tokens is not None:
+                            yield Notice(restored_line(event.reply.stats, path))
                     case _:
                         pass
                 yield event
@@ -201,6 +213,21 @@ class Agent:
         """The engine knows what begins alike."""
         if was is not None and self.live is not None and was.id in self._read:
             self._read[self.live.id] = self._read[was.id]
+
+
+def restored_line(stats: TurnStats, path: Sequence[StoredMessage]) -> str:
+    """How much of the conversation before this turn came back from the disk, and what reading it would have cost.
+
+    That is estimated with the rate of the turn that read most.
+    """
+    turns = [stored.stats for stored in path if stored.stats is not None]
+    restored = stats.restored_tokens or 0
+    known = turns[-1].context_used if turns else restored
+    line = f"resumed {restored:,} of {max(known, restored):,} tokens"
+    if stats.restore_ms is not None:
+        line += f", {stats.restore_ms:,.0f} ms"
+    rate = max(((turn.prefill_tokens, turn.prefill_tok_s or 0) for turn in turns), default=(0, 0))[1]
+    return line + (f", saved about {restored / rate:,.1f} s" if restored and rate else "")
 
 
 def _template_kwargs(live: LiveConversation) -> dict[str, Any]:

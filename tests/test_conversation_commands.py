@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine, ScriptedTurn
 
-from engine.api import Finished, Message, Notice, Reply
+from engine.api import Event, Finished, Message, Notice, Reply
 from engine.errors import EngineError, GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
@@ -50,10 +50,13 @@ def run(agent: Agent, line: str) -> Outcome:
     return COMMANDS.run(agent, CommandLine(name, argument))
 
 
-def play(agent: Agent, ask: Ask | str | None) -> Reply:
-    assert ask is not None
-    ask = Ask(text=ask) if isinstance(ask, str) else ask
-    *_, last = agent.ask(ask, threading.Event())
+def ask(agent: Agent, what: Ask | str | None) -> list[Event]:
+    assert what is not None
+    return list(agent.ask(Ask(text=what) if isinstance(what, str) else what, threading.Event()))
+
+
+def play(agent: Agent, what: Ask | str | None) -> Reply:
+    *_, last = ask(agent, what)
     assert isinstance(last, Finished)
     return last.reply
 
@@ -486,6 +489,15 @@ def test_commands_after_which_the_next_turn_reads_again_say_how_much(start: Star
     end(agent)
     agent = start()
     assert run(agent, "resume").text.startswith("Going on with a b c: 2 messages. The next turn reads 13 tokens again.")
+
+
+def test_a_conversation_that_came_back_from_the_disk_says_how_much_and_what_that_saved(start: Start) -> None:
+    agent = start()
+    play(agent, "a b c")
+    end(agent)
+    agent = start(ScriptedTurn(pieces=["Two"], restored=8), ScriptedTurn(pieces=["Three"]), continue_last=True)
+    shown = [[event.text for event in ask(agent, "d") if isinstance(event, Notice)] for _ in range(2)]
+    assert shown == [["resumed 8 of 8 tokens, 12 ms, saved about 2.0 s"], []]
 
 
 def test_the_prompt_tells_the_day_the_conversation_began(start: Start) -> None:
