@@ -22,6 +22,8 @@ def load(
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
     speculation: SpeculationMode = "off",
+    kv_folder: str | Path | None = None,
+    kv_cap_bytes: int = 8_000_000_000,
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -31,6 +33,8 @@ def load(
     chat_template  a Jinja template to use instead of the file's own
     progress       called with what is being done and the share of it that is done, 0 to 1
     speculation    guess tokens ahead: the same replies, faster where they repeat text; a request may say otherwise
+    kv_folder      where conversations' caches are kept as files, to go on after a restart; None: nowhere
+    kv_cap_bytes   bytes of all these files; beyond it those not used for longest are removed, and a notice says so
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -45,4 +49,6 @@ def load(
         chat_template=chat_template,
         progress=progress,
         speculation=speculation,
+        kv_folder=None if kv_folder is None else Path(kv_folder),
+        kv_cap_bytes=kv_cap_bytes,
     )

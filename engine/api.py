@@ -165,7 +165,11 @@ class TurnStats:
     draft_pauses: int | None = None
     """How often guessing was stopped for a while because it made the reply slower."""
     restore_ms: float | None = None
+    """To bring back positions from the conversation's file; None where none were."""
     restored_tokens: int | None = None
+    """Positions that came from there; they are among those reused."""
+    kv_saved_bytes: int | None = None
+    """Written to the conversation's file in this turn; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +236,13 @@ class ModelInfo:
     threads: int
     identity: str = ""
     """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
+    session_reuse: str = ""
+    """One line about how many conversations stay in memory."""
+    kept_conversations: int | None = None
+    """Brought back from files when the model was loaded; this and the next two are None where none are kept."""
+    kept_tokens: int | None = None
+    kept_ms: float | None = None
+    """What that took."""
     notices: tuple[str, ...] = ()
 
 

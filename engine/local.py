@@ -22,7 +22,10 @@ from engine.chat_template import ChatTemplate
 from engine.errors import ContextExceededError, EngineError, ModelFileError, UsageError
 from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_batch
 from engine.gguf_file import GGUFFile, open_gguf
-from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
+from engine.kept_files import CAP_BYTES, KeptFiles
+from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
+from engine.kv_folder import prepare
+from engine.kv_layout import Identity
 from engine.memory import MemoryPlan, available_memory, plan_memory
 from engine.model import MAX_WANTED, Model
 from engine.sampler import log_probabilities
@@ -54,6 +57,8 @@ class LocalEngine:
         chat_template: str | None,
         progress: Progress | None,
         speculation: SpeculationMode = "off",
+        kv_folder: Path | None = None,
+        kv_cap_bytes: int = CAP_BYTES,
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
@@ -63,6 +68,10 @@ class LocalEngine:
             raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
         if threads is not None and threads < 1:
             raise UsageError(f"threads must be 1 or more, not {threads}")
+        if kv_cap_bytes < 0:
+            raise UsageError(f"the bytes of kept caches must be 0 or more, not {kv_cap_bytes}")
+        if kv_folder is not None and kv_sessions > 0:
+            prepare(kv_folder)
         with ExitStack() as undo:
             gguf = undo.enter_context(open_gguf(path))
             tokenizer = Tokenizer.from_gguf(gguf.metadata)
@@ -88,6 +97,8 @@ class LocalEngine:
             )
             undo.callback(model.close)
             engine = cls(gguf, tokenizer, template, model, plan, kv_sessions, speculation)
+            if kv_folder is not None and kv_sessions > 0:
+                engine.keep_in(kv_folder, Identity.of(config, engine.info.identity), kv_cap_bytes)
             undo.pop_all()
             return engine
 
@@ -103,12 +114,16 @@ class LocalEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.info = _model_info(gguf, tokenizer, template, model, plan)
+        self.info = replace(
+            _model_info(gguf, tokenizer, template, model, plan), session_reuse=_session_reuse(kv_sessions, plan)
+        )
         self._gguf = gguf
         self._model = model
         self._pool = KVPool(model.kv_block_bytes, plan.num_blocks)
         model.bind_pool(self._pool)
         self._sessions = Sessions(self._pool, kv_sessions)
+        self._kv_sessions = kv_sessions
+        self._kept: KeptFiles | None = None
         self._pace = PrefillPace()
         self._speculation = speculation
         self._speculator = Speculator()
@@ -117,6 +132,22 @@ class LocalEngine:
         self._closed = False
         self._to_forget: set[str] = set()
         self._runs: weakref.WeakSet[Generator[Event, None, None]] = weakref.WeakSet()
+
+    def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
+        """Keep conversations' caches in a prepared folder too, and bring back the last ones. Before the first request.
+
+        `load` calls it.
+        """
+        assert self._kv_sessions > 0
+        assert self._kept is None
+        self._kept = KeptFiles(folder, identity, self._pool, self._sessions, cap_bytes)
+        reloaded = self._kept.reload(self._kv_sessions, self.info.context_size)
+        self.info = replace(
+            self.info,
+            kept_conversations=reloaded.num_conversations,
+            kept_tokens=reloaded.num_tokens,
+            kept_ms=reloaded.milliseconds,
+        )
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Events of one reply, ending with Finished.
@@ -219,7 +250,14 @@ class LocalEngine:
                 self._closed = True
                 self._model.close()
                 self._gguf.close()
-                del self._model, self._sessions, self._pool  # an engine that is still referenced holds no memory
+                if self._kept is not None:
+                    self._kept.close()
+                del (
+                    self._model,
+                    self._sessions,
+                    self._pool,
+                    self._kept,
+                )  # an engine that is still referenced holds no memory
         finally:
             self._lock.release()
 
@@ -259,9 +297,16 @@ class LocalEngine:
             self._check_open()
             self._forget_now()
             table = self._sessions.begin(request.conversation, prompt_ids)
+            turn = None
             try:
-                yield from run(start(table), self._model, self._sessions, self._pace, cancelled)
+                if self._kept is not None:
+                    goes_on = any(message.role == "assistant" and message.ids for message in request.messages)
+                    turn = self._kept.begin(request.conversation, table, prompt_ids, expected=goes_on)
+                events = run(start(table), self._model, self._sessions, self._pace, cancelled)
+                yield from events if turn is None else turn.follow(events)
             finally:
+                if turn is not None:
+                    turn.finish()
                 self._sessions.end(request.conversation)
                 self._forget_now()
         finally:
@@ -269,7 +314,10 @@ class LocalEngine:
 
     def _forget_now(self) -> None:
         while self._to_forget and not self._closed:
-            self._sessions.forget(self._to_forget.pop())
+            conversation = self._to_forget.pop()
+            self._sessions.forget(conversation)
+            if self._kept is not None:
+                self._kept.forget(conversation)
 
     def _prompt_ids(self, request: Request) -> list[int]:
         if request.prompt_ids is None:
@@ -329,6 +377,23 @@ def _model_info(
         identity=gguf.content_hash(),
         notices=(*tokenizer.notices, *template.notices, *plan.notices),
     )
+
+
+def _session_reuse(kv_sessions: int, plan: MemoryPlan) -> str:
+    """How many conversations stay in memory; both numbers where not so many full ones fit."""
+    if kv_sessions == 0:
+        return "session reuse: off"
+    fit = min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
+    if fit < kv_sessions:
+        return (
+            f"session reuse: on ({fit} of {kv_sessions} conversations kept prefilled; "
+            f"memory has no room for more of {plan.context_size:,} tokens)"
+        )
+    return f"session reuse: on ({_count(fit)} kept prefilled)"
+
+
+def _count(conversations: int) -> str:
+    return "1 conversation" if conversations == 1 else f"{conversations} conversations"
 
 
 def _quantization(gguf: GGUFFile) -> str:

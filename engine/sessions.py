@@ -29,7 +29,7 @@ class Sessions:
         assert capacity >= 0
         self._pool = pool
         self._capacity = capacity
-        self._evicted = evicted
+        self.evicted = evicted
         self._tables: dict[str, BlockTable] = {}  # least recently used first
         self._running: set[str] = set()
 
@@ -46,26 +46,40 @@ class Sessions:
         """
         assert prompt_ids
         assert conversation not in self._running
-        limit = len(prompt_ids) - 1
         own = self._tables.pop(conversation, None)
         if own is None:
             own = BlockTable(self._pool)
-        length, source = common_start(own.ids, prompt_ids, limit), own
-        for table in self._tables.values():
-            start = common_start(table.ids, prompt_ids, limit)
-            if start > length:
-                length, source = start, table
-        if source is own:
-            own.truncate(length)
-        else:
-            fork = source.fork(length)
-            own.release()
-            own = fork
+        own = self._with_longest_start(own, prompt_ids, len(prompt_ids) - 1)
         self._tables[conversation] = own
         self._running.add(conversation)
         while len(self._tables) > max(1, self._capacity) and self._evict():
             pass
         return own
+
+    def preload(self, conversation: str, ids: Sequence[int]) -> BlockTable:
+        """A table for a conversation that nobody has asked for yet, so the first to be evicted.
+
+        It holds what others know of the ids already; the caller gives it the rest, or forgets it.
+        """
+        assert conversation not in self._tables
+        assert len(self._tables) < self._capacity
+        table = self._with_longest_start(BlockTable(self._pool), ids, len(ids))
+        self._tables = {conversation: table, **self._tables}
+        return table
+
+    def _with_longest_start(self, own: BlockTable, ids: Sequence[int], limit: int) -> BlockTable:
+        """`own`, which is in no list, cut back to its common start with the ids; or a fork with a longer one."""
+        length, source = common_start(own.ids, ids, limit), own
+        for table in self._tables.values():
+            start = common_start(table.ids, ids, limit)
+            if start > length:
+                length, source = start, table
+        if source is own:
+            own.truncate(length)
+            return own
+        fork = source.fork(length)
+        own.release()
+        return fork
 
     def reserve(self, table: BlockTable, num_positions: int) -> None:
         """Make room in a running conversation's table, at the cost of idle conversations where that is needed.
@@ -100,8 +114,8 @@ class Sessions:
         if idle is None:
             return False
         table = self._tables.pop(idle)
-        if self._evicted is not None:
-            self._evicted(idle, table)
+        if self.evicted is not None:
+            self.evicted(idle, table)
         table.release()
         return True
 

@@ -24,7 +24,9 @@ def make(
     script: Callable[[int], int | None] | None = None, *, context_size: int = 1024, kv_sessions: int = 4
 ) -> LocalEngine:
     tokenizer = StandInTokenizer()
-    gguf = SimpleNamespace(metadata={"general.file_type": 3}, tensors={}, close=lambda: None)
+    gguf = SimpleNamespace(
+        metadata={"general.file_type": 3}, tensors={}, close=lambda: None, content_hash=lambda: "5a" * 32
+    )
     plan = MemoryPlan(context_size=context_size, num_blocks=4 * context_size // 64, notices=("a smaller context",))
     model = StandInModel(script=script)
     return LocalEngine(gguf, tokenizer, StandInTemplate(tokenizer), model, plan, kv_sessions)

@@ -1,0 +1,303 @@
+"""Conversations' files at work: restored when a turn begins, saved while it goes on, reloaded when the engine starts.
+
+Nothing here costs a turn its words. What goes wrong with a file becomes a notice, and the model evaluates what the
+file would have spared it. K/V that are wrong never get this far: `kv_file.py` compares ids and checks every byte.
+
+A conversation's file stays open, and so locked, as long as its table is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+from engine.api import Event, Finished, Notice, TurnStats
+from engine.errors import UsageError
+from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
+from engine.kv_file import Identity, KVFile
+from engine.kv_folder import SUFFIX, KeptFile, KVFileError, KVFileLockedError, list_kept, make_room, path_of
+from engine.sessions import Sessions, common_start
+
+CAP_BYTES = 8 * 10**9
+"""Bytes of all files of a folder, unless the caller says otherwise."""
+
+SAVE_SECONDS = 1.0
+"""How much of a long turn the death of the process may cost."""
+
+RELOAD_SECONDS = 0.5
+"""A start that has read files for so long reads no further one: what is not in memory comes when it is asked for."""
+
+_MISSING = "file missing"
+_LEAST_ROWS = 64
+"""Prompt rows that a turn must have evaluated for its speed to say something about a long prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came out of a conversation's file."""
+
+    num_tokens: int
+    num_kept: int
+    """Tokens the file had, as far as its heads say."""
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a start brought back into memory."""
+
+    num_conversations: int
+    num_tokens: int
+    milliseconds: float
+
+
+class KeptFiles:
+    """The files of the conversations that are in memory. `folder` has been prepared (`kv_folder.prepare`)."""
+
+    def __init__(
+        self, folder: Path, identity: Identity, pool: KVPool, sessions: Sessions, cap_bytes: int = CAP_BYTES
+    ) -> None:
+        assert pool.block_bytes == identity.layout.block_bytes
+        self._folder = folder
+        self._identity = identity
+        self._pool = pool
+        self._sessions = sessions
+        self._cap_bytes = cap_bytes
+        self._files: dict[str, KVFile] = {}
+        self._reloaded: dict[str, Restored] = {}  # not asked for since the start
+        self._refused: dict[str, str] = {}  # why there is no file, where that has been said
+        self._unsaved: set[str] = set()
+        self._prefill_tok_s: float | None = None
+        sessions.evicted = self._evicted
+
+    def reload(self, max_conversations: int, max_positions: int) -> Reloaded:
+        """Bring back what was used last, as far as there is room, and let other processes have the files.
+
+        A file that is damaged, in use or of another model is passed over: it is looked at again, and something is said
+        about it, when its conversation goes on.
+        """
+        started = perf_counter()
+        counts: list[int] = []
+        for kept in list_kept(self._folder):
+            if len(counts) == max_conversations or perf_counter() - started > RELOAD_SECONDS:
+                break
+            with contextlib.suppress(KVFileError, UsageError, CacheFullError):
+                count = self._reload_one(kept, max_positions)
+                if count:
+                    counts.append(count)
+        return Reloaded(len(counts), sum(counts), (perf_counter() - started) * 1e3)
+
+    def _reload_one(self, kept: KeptFile, max_positions: int) -> int:
+        name, started = kept.path.name.removesuffix(SUFFIX), perf_counter()
+        with KVFile.open(path_of(self._folder, name), self._identity) as file:
+            num_kept = len(file.ids)
+            length = min(num_kept, max_positions)
+            if length == 0 or blocks_for(length) > self._pool.num_free:
+                return 0
+            table = self._sessions.preload(name, file.ids[:length])
+            try:
+                file.restore(table, self._pool, length)
+                # To be read at a start is no use: the order stays what it was.
+                with contextlib.suppress(OSError):
+                    os.utime(kept.path, (kept.used_at, kept.used_at), follow_symlinks=False)
+            finally:
+                if not len(table):
+                    self._sessions.forget(name)
+        if len(table):
+            self._reloaded[name] = Restored(len(table), num_kept, (perf_counter() - started) * 1e3)
+        return len(table)
+
+    def begin(self, conversation: str, table: BlockTable, prompt_ids: Sequence[int], *, expected: bool) -> KeptTurn:
+        """Give the table of a conversation that is running what its file has more of the prompt.
+
+        `expected`: the conversation goes on, so that a missing file is worth a word.
+        """
+        reused = len(table)
+        opened = conversation not in self._files
+        reloaded = self._reloaded.pop(conversation, None)
+        turn = KeptTurn(self, conversation, table)
+        file = self._file(conversation)
+        if isinstance(file, KVFile):
+            before = None if opened else file.problem
+            restored = self._restore(file, table, prompt_ids, reloaded)
+            problem = file.problem if file.problem != before else None
+            if problem == _MISSING and not (expected and 2 * reused < len(prompt_ids)):
+                problem = None
+            turn.restored = restored
+            turn.say(self._resume_line(restored, problem, len(table) == len(prompt_ids) - 1))
+        elif file != self._refused.get(conversation):
+            self._refused[conversation] = file
+            turn.say(("not saved: " if 2 * reused >= len(prompt_ids) else "not resumed and not saved: ") + file)
+        return turn
+
+    def _file(self, conversation: str) -> KVFile | str:
+        """The conversation's file, open; or why there is none."""
+        file = self._files.get(conversation)
+        if file is None:
+            try:
+                file = _open_patiently(path_of(self._folder, conversation), self._identity)
+            except KVFileError as error:
+                return error.reason
+            except UsageError as error:
+                return str(error)
+            self._files[conversation] = file
+            self._refused.pop(conversation, None)
+        return file
+
+    def _restore(
+        self, file: KVFile, table: BlockTable, prompt_ids: Sequence[int], reloaded: Restored | None
+    ) -> Restored | None:
+        started, num_kept = perf_counter(), len(file.ids)
+        num_tokens, milliseconds = 0, 0.0
+        if reloaded is not None:
+            num_tokens, num_kept = min(reloaded.num_tokens, len(table)), max(reloaded.num_kept, num_kept)
+            milliseconds = reloaded.milliseconds
+        found = common_start(file.ids, prompt_ids, len(prompt_ids) - 1)
+        if found > len(table):
+            with contextlib.suppress(CacheFullError):
+                self._sessions.reserve(table, found - len(table))
+                num_tokens += file.restore(table, self._pool, found)
+                milliseconds += (perf_counter() - started) * 1e3
+        return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
+
+    def _resume_line(self, restored: Restored | None, problem: str | None, whole: bool) -> str | None:
+        if restored is None:
+            return f"not resumed: {problem}" if problem and not whole else None
+        line = f"resumed {restored.num_tokens:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
+        if self._prefill_tok_s is not None:
+            line += f", saved about {restored.num_tokens / self._prefill_tok_s:,.2g} s"
+        return line + (f"; {problem}" if problem else "")
+
+    def save(self, conversation: str, table: BlockTable, *, sync: bool) -> int | None:
+        """Bytes written; None where there is no file. Raises KVFileError."""
+        file = self._files.get(conversation)
+        if file is None:
+            return None
+        self._unsaved.add(conversation)
+        num_bytes = file.save(table, self._pool, sync=sync).num_bytes
+        self._unsaved.discard(conversation)
+        return num_bytes
+
+    def make_room(self) -> str | None:
+        """Keep to the cap; a line for people if that took something."""
+        removed = make_room(self._folder, self._cap_bytes, [file.path for file in self._files.values()])
+        if not removed:
+            return None
+        what = "the cache of 1 conversation" if len(removed) == 1 else f"the caches of {len(removed):,} conversations"
+        size = sum(file.num_bytes for file in removed)
+        return (
+            f"removed {what} not used for longest ({_megabytes(size)}), to stay within {_megabytes(self._cap_bytes)} "
+            "on disk; their words are kept, and read again when they go on"
+        )
+
+    def learn(self, stats: TurnStats) -> None:
+        """How fast prompts are read, for saying what a resume has saved."""
+        if stats.prefill_tokens >= _LEAST_ROWS:
+            self._prefill_tok_s = stats.prefill_tok_s
+
+    def forget(self, conversation: str) -> None:
+        """Let go of a conversation's file, and leave it as it is."""
+        self._reloaded.pop(conversation, None)
+        self._refused.pop(conversation, None)
+        self._unsaved.discard(conversation)
+        file = self._files.pop(conversation, None)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for conversation in list(self._files):
+            self.forget(conversation)
+
+    def _evicted(self, conversation: str, table: BlockTable) -> None:
+        """A conversation leaves memory. It was saved when its turn ended; where that failed, there may be room now."""
+        file = self._files.get(conversation)
+        # A file that somebody has deleted is not made again.
+        if file is not None and conversation in self._unsaved and file.path.exists():
+            with contextlib.suppress(KVFileError):
+                file.save(table, self._pool, sync=True)
+        self.forget(conversation)
+
+
+class KeptTurn:
+    """One turn of a conversation with its file, between `KeptFiles.begin` and `finish`."""
+
+    def __init__(self, files: KeptFiles, conversation: str, table: BlockTable) -> None:
+        self.restored: Restored | None = None
+        self._files = files
+        self._conversation = conversation
+        self._table = table
+        self._notices: list[Notice] = []
+        self._num_bytes: int | None = None
+        self._saved_at = perf_counter()
+        self._failed = False
+        self._finished = False
+
+    def say(self, line: str | None) -> None:
+        if line is not None:
+            self._notices.append(Notice(line))
+
+    def follow(self, events: Iterator[Event]) -> Iterator[Event]:
+        """The turn's events with notices between them, and its figures at the end; saves as it goes on."""
+        yield from self._take_notices()
+        for event in events:
+            if isinstance(event, Finished):
+                self.finish()
+                yield from self._take_notices()
+                self._files.learn(event.reply.stats)
+                event = Finished(replace(event.reply, stats=self._figures(event.reply.stats)))
+            elif not self._failed and perf_counter() - self._saved_at >= SAVE_SECONDS:
+                self._failed = self._save(sync=False) is not None  # said at the end, if it still fails then
+                self._saved_at = perf_counter()
+            yield event
+
+    def finish(self) -> None:
+        """Save all of it, and keep to the cap. May be called again; raises nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        self.say(self._save(sync=True))
+        if self._num_bytes:
+            self.say(self._files.make_room())
+
+    def _save(self, *, sync: bool) -> str | None:
+        """Why it failed, or None."""
+        try:
+            num_bytes = self._files.save(self._conversation, self._table, sync=sync)
+        except KVFileError as error:
+            return error.reason if error.reason.startswith("not saved") else f"not saved: {error.reason}"
+        if num_bytes is not None:
+            self._num_bytes = (self._num_bytes or 0) + num_bytes
+        return None
+
+    def _take_notices(self) -> list[Notice]:
+        notices, self._notices = self._notices, []
+        return notices
+
+    def _figures(self, stats: TurnStats) -> TurnStats:
+        restored = self.restored
+        return replace(
+            stats,
+            restore_ms=None if restored is None else restored.milliseconds,
+            restored_tokens=None if restored is None else restored.num_tokens,
+            kv_saved_bytes=self._num_bytes,
+        )
+
+
+def _open_patiently(path: Path, identity: Identity, sleep: Callable[[float], None] = time.sleep) -> KVFile:
+    """Open a file. A program that starts holds it for some milliseconds, which is no reason to go without."""
+    for seconds in (0.02, 0.06):
+        try:
+            return KVFile.open(path, identity)
+        except KVFileLockedError:
+            sleep(seconds)
+    return KVFile.open(path, identity)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:,.1f} MB"
