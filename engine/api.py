@@ -169,7 +169,7 @@ class TurnStats:
     restored_tokens: int | None = None
     """Positions that came from there; they are among those reused."""
     kv_saved_bytes: int | None = None
-    """Written to the conversation's file in this turn; None where it has none."""
+    """Written to the conversation's file in this turn; None where there is none, or saving failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

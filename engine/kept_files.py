@@ -29,7 +29,7 @@ CAP_BYTES = 8 * 10**9
 SAVE_SECONDS = 1.0
 """How much of a long turn the death of the process may cost."""
 
-RELOAD_SECONDS = 0.5
+RELOAD_SECONDS = 0.25
 """A start that has read files for so long reads no further one: what is not in memory comes when it is asked for."""
 
 _MISSING = "file missing"
@@ -129,7 +129,7 @@ class KeptFiles:
             if problem == _MISSING and not (expected and 2 * reused < len(prompt_ids)):
                 problem = None
             turn.restored = restored
-            turn.say(self._resume_line(restored, problem, len(table) == len(prompt_ids) - 1))
+            turn.say(self._resume_line(restored, len(table), problem, whole=len(table) == len(prompt_ids) - 1))
         elif file != self._refused.get(conversation):
             self._refused[conversation] = file
             turn.say(("not saved: " if 2 * reused >= len(prompt_ids) else "not resumed and not saved: ") + file)
@@ -165,12 +165,17 @@ class KeptFiles:
                 milliseconds += (perf_counter() - started) * 1e3
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
-    def _resume_line(self, restored: Restored | None, problem: str | None, whole: bool) -> str | None:
+    def _resume_line(self, restored: Restored | None, length: int, problem: str | None, *, whole: bool) -> str | None:
+        """What is said of a resume; `length` positions stand ready, and `whole` says that no more could."""
         if restored is None:
             return f"not resumed: {problem}" if problem and not whole else None
-        line = f"resumed {restored.num_tokens:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
+        # What another conversation had in memory did not have to come from the file, and is resumed all the same.
+        length = min(length, restored.num_kept)
+        line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
         if self._prefill_tok_s is not None:
-            line += f", saved about {restored.num_tokens / self._prefill_tok_s:,.2g} s"
+            seconds = restored.num_tokens / self._prefill_tok_s - restored.milliseconds / 1e3
+            if seconds >= 0.1:
+                line += f", saved about {seconds:,.{1 if seconds < 2 else 0}f} s"
         return line + (f"; {problem}" if problem else "")
 
     def save(self, conversation: str, table: BlockTable, *, sync: bool) -> int | None:
