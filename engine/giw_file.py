@@ -1,11 +1,12 @@
 """`.giw` files: a model's weights as the kernels want them, so that a later start maps them instead of laying them out.
 
-    offset 0     one page: magic, version, key [32], number of bytes, CRC-32 of them, CRC-32 of what is before it
+    offset 0     one page: magic, version, key [64], number of bytes, CRC-32 of them, the model's name [64], CRC-32 of
+                 all this
     offset 4096  the weights, as in memory
 
-The key names the model's content and the layout's source. A file that does not match in every respect is not used and
-is written anew. Files are checked whole when they are opened: 4 GB a second. They are a cache: `make_room` removes
-those that were used least recently, and nothing is lost with any of them.
+The key names the model's content, the layout's source and where each matrix lies. A file that does not match in every
+respect is not used and is written anew. Files are checked whole when they are opened: 4 GB a second. They are a cache:
+`make_room` removes those that were used least recently, and nothing is lost with any of them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
-from engine.kernels import formats
-
-MAGIC, VERSION = b"GIW weights\0", 1
+MAGIC, VERSION = b"GIW weights\0", 3
 PAGE = 4096
-_HEADER = struct.Struct("<12sI32sQI")
+_HEADER = struct.Struct("<12sI64sQI64s")
 _STRETCH = 1 << 24
 CAP_ENVIRONMENT = "GOINFER_CHAT_WEIGHTS_GB"
 DEFAULT_CAP_BYTES = 20 * 10**9
@@ -45,6 +44,8 @@ class KeptWeights:
     """One `.giw` file, for listings."""
 
     path: Path
+    name: str
+    """The model file's name when it was laid out."""
     num_bytes: int
     used_at: float
     """Seconds since the epoch."""
@@ -62,14 +63,16 @@ def cap_bytes() -> int:
         return DEFAULT_CAP_BYTES
 
 
-def key_of(content_hash: str) -> bytes:
-    """Identity [32] of a model's weights in the layout of this version."""
-    source = Path(formats.__file__).read_bytes()
-    return hashlib.sha256(content_hash.encode() + hashlib.sha256(source).digest()).digest()
+def key_of(content_hash: str, places: str) -> bytes:
+    """Identity [64] of a model's weights (the content) as this version lays them out (`places`: which matrix where)."""
+    layout = (Path(__file__).parent / "kernels" / "formats.py").read_bytes()
+    digests = (hashlib.sha256(part).digest() for part in (content_hash.encode(), places.encode() + b"\0" + layout))
+    return b"".join(digests)
 
 
 def path_of(key: bytes) -> Path:
-    return folder() / f"{key.hex()[:24]}.giw"
+    """One file for each content, so that a new layout replaces the old one."""
+    return folder() / f"{key[:32].hex()[:24]}.giw"
 
 
 def list_kept() -> list[KeptWeights]:
@@ -79,7 +82,12 @@ def list_kept() -> list[KeptWeights]:
         for path in folder().glob("*.giw"):
             with contextlib.suppress(OSError):
                 info = path.stat()
-                found.append(KeptWeights(path, info.st_size, info.st_mtime))
+                with path.open("rb") as file:
+                    page = file.read(_HEADER.size)
+                name = (
+                    _HEADER.unpack(page)[5].rstrip(b"\0").decode(errors="replace") if len(page) == _HEADER.size else ""
+                )
+                found.append(KeptWeights(path, name, info.st_size, info.st_mtime))
     return sorted(found, key=lambda kept: kept.used_at, reverse=True)
 
 
@@ -102,7 +110,7 @@ def open_kept(key: bytes, num_bytes: int, threads: int) -> NDArray[np.uint8] | N
     except (OSError, ValueError):
         return None
     page = mapped[:PAGE]
-    magic, version, found, size, checksum = _HEADER.unpack_from(page)
+    magic, version, found, size, checksum, _ = _HEADER.unpack_from(page)
     (header_checksum,) = struct.unpack_from("<I", page, _HEADER.size)
     right = (magic, version, found, size) == (MAGIC, VERSION, key, num_bytes)
     if not right or header_checksum != zlib.crc32(page[: _HEADER.size]):
@@ -115,14 +123,14 @@ def open_kept(key: bytes, num_bytes: int, threads: int) -> NDArray[np.uint8] | N
     return weights
 
 
-def keep(key: bytes, weights: NDArray[np.uint8], threads: int) -> None:
+def keep(key: bytes, name: str, weights: NDArray[np.uint8], threads: int) -> None:
     """Write a file, whole or not at all. A disk that is full, slow or read-only only costs the next start its time."""
     path = path_of(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not make_room(PAGE + len(weights)):
             return
-        header = _HEADER.pack(MAGIC, VERSION, key, len(weights), _checksum(weights, threads))
+        header = _HEADER.pack(MAGIC, VERSION, key, len(weights), _checksum(weights, threads), name.encode()[:64])
         page = (header + struct.pack("<I", zlib.crc32(header))).ljust(PAGE, b"\0")
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:

@@ -310,7 +310,7 @@ class _Program:
         self._attended = self._activation(c.num_heads * c.head_dim, [y.output for y in layers.layers])
         self._gated = self._activation(c.ffn_size, [y.down for y in layers.layers])
         self.activations = np.array(self._activations, ACTIVATION)
-        self._rope = [self._rope_tables(local) for local in (False, True)]
+        self._rope = {local: self._rope_tables(local) for local in {c.is_local(n) for n in range(c.num_layers)}}
         self._operations: list[dict[str, int]] = []
         self._build()
         self.operations = np.zeros(len(self._operations), OPERATION)

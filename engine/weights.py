@@ -78,7 +78,8 @@ class Weights:
         # Kernels prefetch past the last group; the addresses should be ours even so.
         total += 2 * PREFETCH_BYTES
         self._writer: threading.Thread | None = None
-        key = giw_file.key_of(gguf.content_hash()) if total >= giw_file.WORTH_KEEPING else None
+        places = repr([(m.name, m.fmt.type.name, m.offset, m.num_bytes) for m in matrices])
+        key = giw_file.key_of(gguf.content_hash(), places) if total >= giw_file.WORTH_KEEPING else None
         kept = giw_file.open_kept(key, total, threads) if key else None
         if kept is not None:
             self.memory = kept
@@ -87,7 +88,9 @@ class Weights:
         self._lay_out(gguf, matrices, threads, progress)
         if key:
             # Not a daemon: a program that ends at once still leaves the file behind.
-            self._writer = threading.Thread(target=giw_file.keep, args=(key, self.memory, 1), name="goinfer-giw")
+            self._writer = threading.Thread(
+                target=giw_file.keep, args=(key, gguf.path.stem, self.memory, 1), name="goinfer-giw"
+            )
             self._writer.start()
 
     def _lay_out(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+from engine import giw_file
 from goinfer_chat import catalogue
 from goinfer_chat.fetch import size
 from goinfer_chat.loading import fetch_model
-from goinfer_chat.terminal import Stream
+from goinfer_chat.terminal import Stream, sanitize
 
 
 def show_models(out: Stream) -> int:
@@ -17,6 +20,13 @@ def show_models(out: Stream) -> int:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    kept = giw_file.list_kept()
+    if kept:
+        total, cap = sum(k.num_bytes for k in kept), giw_file.cap_bytes()
+        out.line(f"\nweights laid out for this CPU: {size(total)} of at most {size(cap)}, in {giw_file.folder()}")
+        for k in kept:
+            day = time.strftime("%Y-%m-%d", time.localtime(k.used_at))
+            out.line(f"  {sanitize(k.name, terminal=out.terminal)}  {size(k.num_bytes)}  last used {day}")
     return 0
 
 

@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ Emit = Callable[[], str]
 """Makes the text of an LLVM module; only called when its object is not in the cache."""
 
 _lock = threading.Lock()
+_OLD_SECONDS = 60 * 86400
 
 
 @cache
@@ -115,6 +117,8 @@ class CompiledKernels:
         path = self._path(name)
         try:
             data = path.read_bytes() if path else b""
+            if path:
+                os.utime(path)  # loaded now
         except OSError:
             return None
         # The last 32 bytes are the checksum of what comes before: a cut file is compiled again.
@@ -125,6 +129,7 @@ class CompiledKernels:
         path = self._path(name)
         if path is None or code is None:
             return
+        self._forget_old(path.parent)
         # A full or read-only disk costs the next start some seconds, not this one its kernels.
         with contextlib.suppress(OSError):
             handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -134,6 +139,14 @@ class CompiledKernels:
                 os.replace(temporary, path)
             except OSError:
                 os.unlink(temporary)
+
+    @staticmethod
+    def _forget_old(folder: Path) -> None:
+        """Remove code that nothing has loaded for two months: of earlier versions, or of another CPU."""
+        for old in folder.iterdir():
+            with contextlib.suppress(OSError):
+                if old.stat().st_mtime < time.time() - _OLD_SECONDS:
+                    old.unlink()
 
     def _compile(self, text: str) -> bytes:
         import llvmlite.binding as llvm
