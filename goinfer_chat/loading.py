@@ -9,8 +9,11 @@ from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
 
 
-def load_engine(settings: Settings, side: Stream) -> Engine:
-    """The engine for these settings, its model fetched if it is not here. Raises ModelError or UsageError."""
+def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None) -> Engine:
+    """The engine for these settings, its model fetched if it is not here. Raises ModelError or UsageError.
+
+    `kv_folder`: where it keeps conversations' caches as files, if it does.
+    """
     from goinfer_chat import catalogue
 
     side = Stream(None) if settings.quiet else side
@@ -28,6 +31,7 @@ def load_engine(settings: Settings, side: Stream) -> Engine:
             threads=settings.threads,
             kv_sessions=settings.kv_sessions,
             progress=progress,
+            kv_folder=kv_folder,
         )
     finally:
         side.clear_status()

@@ -26,7 +26,7 @@ from engine.tokenizer import Tokenizer
 from goinfer_chat.bench.asking import ask
 from goinfer_chat.bench.check import DECODE_TOKENS, WORDS, Phase, decode_phase, prefill_phase
 from goinfer_chat.bench.machine import Peaks
-from goinfer_chat.bench.replay import Replay, tool_role
+from goinfer_chat.bench.replay import Replay, Restarts, tool_role
 from goinfer_chat.bench.report import Summary
 from goinfer_chat.bench.texts import CODE, plain_text
 from goinfer_chat.bench.traffic import CHAT, COPY, Way, copied_share, measure, rate_of, ways_of
@@ -66,6 +66,28 @@ def test_without_reuse_every_turn_reads_everything(engine: LocalEngine) -> None:
     assert all(len(row.wall_ms.values) == len(row.ttft_ms.values) == 2 for row in rows)
     # The wall clock has the last token's own step in it too.
     assert all(wall > ttft for row in rows for wall, ttft in zip(row.wall_ms.values, row.ttft_ms.values))
+
+
+def test_an_engine_that_is_started_anew_before_each_turn_reads_no_more(engine: LocalEngine, tiny_model: Path) -> None:
+    expected = Replay(engine, num_turns=3, reuse=True).play(1, quiet)
+    started: list[Path] = []
+
+    def make(folder: Path) -> LocalEngine:
+        started.append(folder)
+        return load(tiny_model, context_size=16_384, threads=1, kv_folder=folder)
+
+    with Restarts(make) as restarts:
+        rows = Replay(engine, num_turns=3, reuse=True, restarts=restarts).play(2, quiet)
+    for row, other in zip(rows, expected, strict=True):
+        assert (row.prompt_tokens, row.reused_tokens, row.prefilled_tokens) == (
+            other.prompt_tokens,
+            other.reused_tokens,
+            other.prefilled_tokens,
+        )
+    assert [row.restore_ms is not None for row in rows] == [False, True, True]
+    assert len(started) == 6
+    assert started[0] == started[2] != started[3] == started[5]
+    assert not any(folder.exists() for folder in started)
 
 
 def test_a_replay_leaves_nothing_behind(engine: LocalEngine) -> None:

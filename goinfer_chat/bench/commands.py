@@ -76,14 +76,17 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         flags: Flags,
         turns: Annotated[int, typer.Option(metavar="N", help="Turns of the session.")] = 10,
         reuse: Annotated[bool, typer.Option(help="Keep what was read before, or read everything each turn.")] = True,
+        restart: Annotated[bool, typer.Option("--restart", help="Start anew before each turn.")] = False,
         repeat: Repeat = 3,
         peer: PeerName = None,
         peer_python: PeerPython = None,
     ) -> int:
         """The time to the first token in each turn of a coding agent's session."""
         _at_least_one(repeat)
+        if restart and not reuse:
+            raise UsageError("--restart measures what is reused from the disk; leave out --no-reuse")
         choice = _peer(peer, peer_python)
-        return _replay(settings_of(context, flags), make_engine, turns, reuse, repeat, choice)
+        return _replay(settings_of(context, flags), make_engine, turns, reuse, restart, repeat, choice)
 
     @app.command("copy")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
@@ -162,11 +165,18 @@ def _speed(settings: Settings, plan: Any, peer: PeerChoice | None) -> int:
 
 
 def _replay(
-    settings: Settings, make_engine: EngineFactory, turns: int, reuse: bool, repeat: int, peer: PeerChoice | None
+    settings: Settings,
+    make_engine: EngineFactory,
+    turns: int,
+    reuse: bool,
+    restart: bool,
+    repeat: int,
+    peer: PeerChoice | None,
 ) -> int:
     from goinfer_chat.bench.machine import describe
     from goinfer_chat.bench.peer_process import Peer
-    from goinfer_chat.bench.replay import Replay, lines
+    from goinfer_chat.bench.replay import Replay, Restarts, lines
+    from goinfer_chat.loading import load_engine
 
     out, side = _streams(settings)
     machine = describe()
@@ -177,12 +187,16 @@ def _replay(
         if peer is not None:
             path = _model_file(settings, side)
             other = close.enter_context(Peer(peer, path, threads=info.threads, num_positions=info.context_size))
-        rows = Replay(engine, num_turns=turns, reuse=reuse, peer=other).play(repeat, partial(_progress, side))
+        make = partial(load_engine, settings, side)
+        restarts = close.enter_context(Restarts(make)) if restart else None
+        replay = Replay(engine, num_turns=turns, reuse=reuse, peer=other, restarts=restarts)
+        rows = replay.play(repeat, partial(_progress, side))
         name = f"{other.name} {other.version}" if other else None
     side.clear_status()
     about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "peer": name, "reuse": reuse}
+    about["restart"] = restart
     head = [
-        f"{info.name}, {'with' if reuse else 'without'} reuse",
+        f"{info.name}, {'with' if reuse else 'without'} reuse{', started anew before each turn' if restart else ''}",
         *machine.lines(info.threads),
         "",
     ]

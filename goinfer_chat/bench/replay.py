@@ -8,9 +8,13 @@ model in a live session: the result of a tool, and what the template puts around
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Final, Literal, Self
 
 from engine.api import Engine, Message, Request
 from engine.errors import TemplateError, UsageError
@@ -19,7 +23,7 @@ from goinfer_chat.bench.peer_process import Peer
 from goinfer_chat.bench.report import Summary, table
 from goinfer_chat.bench.transcript import STEPS, SYSTEM, TASK, TOOLS
 
-CONVERSATION: Final = "bench replay"
+CONVERSATION: Final = "bench-replay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +41,12 @@ class TurnRow:
     peer_ms: Summary | None = None
     ratio: Summary | None = None
     """The peer's time over ours, turn by turn."""
+    restore_ms: Summary | None = None
+    """To bring the tokens that are reused back from the disk, when the engine started."""
 
     def as_object(self) -> dict[str, Any]:
-        figures = {"wall_ms": self.wall_ms, "ttft_ms": self.ttft_ms, "peer_ms": self.peer_ms, "ratio": self.ratio}
+        names = ("wall_ms", "ttft_ms", "restore_ms", "peer_ms", "ratio")
+        figures: dict[str, Summary | None] = {name: getattr(self, name) for name in names}
         return {
             "turn": self.turn,
             "prompt_tokens": self.prompt_tokens,
@@ -51,7 +58,17 @@ class TurnRow:
 
 def lines(rows: Sequence[TurnRow], peer: str | None) -> list[str]:
     """The table."""
-    head = ["turn", "prompt", "reused", "prefilled", "one token, ms", "known after, ms", peer or "", "ratio"]
+    head = [
+        "turn",
+        "prompt",
+        "reused",
+        "prefilled",
+        "one token, ms",
+        "known after, ms",
+        "restored in, ms",
+        peer or "",
+        "ratio",
+    ]
     return table(
         head,
         [
@@ -62,6 +79,7 @@ def lines(rows: Sequence[TurnRow], peer: str | None) -> list[str]:
                 f"{row.prefilled_tokens:,}",
                 row.wall_ms.text(),
                 row.ttft_ms.text(),
+                row.restore_ms.text() if row.restore_ms else "",
                 row.peer_ms.text() if row.peer_ms else "",
                 row.ratio.text(2) if row.ratio else "",
             ]
@@ -77,6 +95,7 @@ class _Turn:
     counts: set[tuple[int, int, int]] = field(default_factory=set)
     wall: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
+    restore: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
 
     def row(self, turn: int) -> TurnRow:
@@ -92,16 +111,63 @@ class _Turn:
             ttft_ms=Summary(tuple(self.ttft)),
             peer_ms=peer,
             ratio=peer.over(wall) if peer else None,
+            restore_ms=Summary(tuple(self.restore)) if self.restore else None,
         )
 
 
-class Replay:
-    """The session with an engine. Raises UsageError for a number of turns that it does not have."""
+class Restarts:
+    """One engine after another on one model, with a folder of kept caches between them. A context manager."""
 
-    def __init__(self, engine: Engine, *, num_turns: int, reuse: bool, peer: Peer | None = None) -> None:
+    def __init__(self, make: Callable[[Path], Engine]) -> None:
+        """`make` starts an engine that keeps its caches in a folder."""
+        self._make = make
+        self._folder = ExitStack()
+        self._engine = ExitStack()
+        self._path: Path | None = None
+
+    def fresh(self) -> Engine:
+        """An engine with nothing kept."""
+        self._close()
+        self._path = Path(self._folder.enter_context(TemporaryDirectory()))
+        return self.again()
+
+    def again(self) -> Engine:
+        """An engine that finds what the one before it has kept."""
+        assert self._path is not None
+        self._engine.close()
+        return self._engine.enter_context(closing(self._make(self._path)))
+
+    def _close(self) -> None:
+        self._engine.close()
+        self._folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+class Replay:
+    """The session with an engine. Raises UsageError for a number of turns that it does not have.
+
+    With `restarts`, every turn but the first is played on an engine that has just been started.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_turns: int,
+        reuse: bool,
+        peer: Peer | None = None,
+        restarts: Restarts | None = None,
+    ) -> None:
         if not 1 <= num_turns <= len(STEPS):
             raise UsageError(f"the session has {len(STEPS)} turns; play 1 to {len(STEPS)} of them, not {num_turns}")
-        self._engine, self._peer, self._reuse = engine, peer, reuse
+        self._engine, self._peer, self._reuse, self._restarts = engine, peer, reuse, restarts
         self._tokens = tokens_of(engine)
         role = tool_role(engine)
         self._prompts: list[tuple[Message, ...]] = []
@@ -120,7 +186,11 @@ class Replay:
         self._warm_up()
         for n in range(repeat):
             self._engine.forget(CONVERSATION)
+            if self._restarts:
+                self._engine = self._restarts.fresh()
             for t, turn in enumerate(turns):
+                if self._restarts and t:
+                    self._engine = self._restarts.again()
                 progress(f"turn {t + 1} of {len(turns)}, session {n + 1} of {repeat}", t / len(turns))
                 self._measure(t, turn)
         self._engine.forget(CONVERSATION)
@@ -146,6 +216,8 @@ class Replay:
         turn.counts.add((stats.prompt_tokens, stats.prefill_reused_tokens, stats.prefill_tokens))
         turn.wall.append(answer.seconds * 1e3)
         turn.ttft.append(stats.ttft_ms)
+        if stats.restore_ms is not None:
+            turn.restore.append(stats.restore_ms)
         if self._peer:
             turn.peer.append(self._peer.prompt(prompt_ids, reuse=self._reuse and t > 0) * 1e3)
         if self._reuse and t + 1 < len(self._prompts):
