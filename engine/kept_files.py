@@ -21,6 +21,7 @@ from engine.errors import UsageError
 from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
 from engine.kv_file import Identity, KVFile
 from engine.kv_folder import SUFFIX, KeptFile, KVFileError, KVFileLockedError, list_kept, make_room, path_of
+from engine.prefill_speed import PrefillSpeed
 from engine.sessions import Sessions, common_start
 
 CAP_BYTES = 8 * 10**9
@@ -33,8 +34,6 @@ RELOAD_SECONDS = 0.25
 """A start that has read files for so long reads no further one: what is not in memory comes when it is asked for."""
 
 _MISSING = "file missing"
-_LEAST_ROWS = 64
-"""Prompt rows that a turn must have evaluated for its speed to say something about a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class KeptFiles:
         self._reloaded: dict[str, Restored] = {}  # not asked for since the start
         self._refused: dict[str, str] = {}  # why there is no file, where that has been said
         self._unsaved: set[str] = set()
-        self._prefill_tok_s: float | None = None
+        self._speed = PrefillSpeed(folder, identity.model.hex())
         sessions.evicted = self._evicted
 
     def reload(self, max_conversations: int, max_positions: int) -> Reloaded:
@@ -172,8 +171,8 @@ class KeptFiles:
         # What another conversation had in memory did not have to come from the file, and is resumed all the same.
         length = min(length, restored.num_kept)
         line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
-        if self._prefill_tok_s is not None:
-            seconds = restored.num_tokens / self._prefill_tok_s - restored.milliseconds / 1e3
+        if self._speed.tok_s is not None:
+            seconds = restored.num_tokens / self._speed.tok_s - restored.milliseconds / 1e3
             if seconds >= 0.1:
                 line += f", saved about {seconds:,.{1 if seconds < 2 else 0}f} s"
         return line + (f"; {problem}" if problem else "")
@@ -202,8 +201,7 @@ class KeptFiles:
 
     def learn(self, stats: TurnStats) -> None:
         """How fast prompts are read, for saying what a resume has saved."""
-        if stats.prefill_tokens >= _LEAST_ROWS:
-            self._prefill_tok_s = stats.prefill_tok_s
+        self._speed.learn(stats.prefill_tokens, stats.prefill_tok_s)
 
     def forget(self, conversation: str) -> None:
         """Let go of a conversation's file, and leave it as it is."""
