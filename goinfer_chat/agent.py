@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta, TurnStats
+from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.conversations import DATE, Conversations
 from goinfer_chat.settings import Settings
@@ -23,7 +23,6 @@ from goinfer_chat.store import (
     ModelRef,
     ReplyDraft,
     StoredMessage,
-    for_model,
     session_folder,
 )
 
@@ -49,6 +48,7 @@ class Agent:
         self._unanswered: Ask | None = None
         self._read: dict[str, str | None] = {}
         """Conversations that the engine keeps read, the one used last at the end, and under which system prompt."""
+        self._has_files = engine.info.kept_conversations is not None
         if self.live is not None:
             self._enter(self.live)
             if settings.system is not None:
@@ -72,9 +72,8 @@ class Agent:
         if ask.after == HEAD:
             ask = Ask(text=ask.text, after=live.info.head)
         self._unanswered = ask
-        path = live.path(ask.after)
         said = () if ask.text is None else (Message(role="user", content=ask.text),)
-        request = self._request(live, (*for_model(path, self.model.identity), *said), cancel)
+        request = self._request(live, (*live.messages(self.model.identity, at=ask.after), *said), cancel)
         events = self.engine.generate(request)  # what it refuses is not saved
         with live.reply_to(said, after=ask.after, model=self.model) as draft:
             for event in events:
@@ -84,8 +83,6 @@ class Agent:
                     case Finished():
                         self._now_read(live)
                         yield from self._keep(draft, event.reply)
-                        if event.reply.stats.restored_tokens is not None:
-                            yield Notice(restored_line(event.reply.stats, path))
                     case _:
                         pass
                 yield event
@@ -197,7 +194,7 @@ class Agent:
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)
         self._read[live.id] = self.settings.system
-        while len(self._read) > self.settings.kv_sessions:
+        while len(self._read) > self.settings.kv_sessions and not self._has_files:
             del self._read[next(iter(self._read))]
 
     def _is_read(self, live: LiveConversation) -> bool:
@@ -205,6 +202,9 @@ class Agent:
 
     def _enter(self, live: LiveConversation) -> None:
         self.settings = self.settings.changed({"system": live.info.system})
+        info = live.info
+        if self._has_files and info.model == self.model and self.conversations.store.kv_bytes(live.id):
+            self._read.setdefault(live.id, info.system)
         self._unanswered = None
         if live.recovered and live.recovered[-1].message.role == "user":
             self._unanswered = Ask(text=None, after=live.recovered[-1].id)
@@ -213,21 +213,6 @@ class Agent:
         """The engine knows what begins alike."""
         if was is not None and self.live is not None and was.id in self._read:
             self._read[self.live.id] = self._read[was.id]
-
-
-def restored_line(stats: TurnStats, path: Sequence[StoredMessage]) -> str:
-    """How much of the conversation before this turn came back from the disk, and what reading it would have cost.
-
-    That is estimated with the rate of the turn that read most.
-    """
-    turns = [stored.stats for stored in path if stored.stats is not None]
-    restored = stats.restored_tokens or 0
-    known = turns[-1].context_used if turns else restored
-    line = f"resumed {restored:,} of {max(known, restored):,} tokens"
-    if stats.restore_ms is not None:
-        line += f", {stats.restore_ms:,.0f} ms"
-    rate = max(((turn.prefill_tokens, turn.prefill_tok_s or 0) for turn in turns), default=(0, 0))[1]
-    return line + (f", saved about {restored / rate:,.1f} s" if restored and rate else "")
 
 
 def _template_kwargs(live: LiveConversation) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 from engine.api import Engine
@@ -22,7 +23,7 @@ INTERRUPTED: Final = 130
 
 def run_items(
     items: Iterator[Item],
-    make_engine: Callable[[], Engine],
+    make_engine: Callable[[Path | None], Engine],
     settings: Settings,
     side: Stream,
     make_view: Callable[[], View],
@@ -34,7 +35,10 @@ def run_items(
     first = next(items, None)
     if first is None:
         return 0
-    with Conversations.start(settings, at_prompt=False) as conversations, open_engine(make_engine()) as engine:
+    with (
+        Conversations.start(settings, at_prompt=False) as conversations,
+        open_engine(make_engine(conversations.kv_folder)) as engine,
+    ):
         agent = Agent(engine, settings, conversations)
         say = Stream(None) if settings.quiet else side
         if agent.live is not None and agent.live.info.num_messages:

@@ -77,6 +77,11 @@ class Conversations:
         """Whether what is said next is kept."""
         return self.keep if self.live is None else not isinstance(self.live, UnkeptConversation)
 
+    @property
+    def kv_folder(self) -> Path | None:
+        """Where the engine keeps the caches of what is kept; None where nothing is."""
+        return self._folder if self.keep else None
+
     def recent(self, limit: int | None = None) -> list[Conversation]:
         """Kept ones, the one used last first."""
         return self.store.recent(limit)

@@ -30,8 +30,9 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             context_size=settings.context_size,
             threads=settings.threads,
             kv_sessions=settings.kv_sessions,
-            progress=progress,
             kv_folder=kv_folder,
+            kv_cap_bytes=settings.kv_cap_bytes,
+            progress=progress,
         )
     finally:
         side.clear_status()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from engine.api import Engine
 from engine.errors import UsageError
@@ -17,8 +19,14 @@ from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
 from goinfer_chat.turn import open_engine
 
-EngineFactory = Callable[[Settings, Stream], Engine]
-"""Makes the engine for these settings; progress goes to the stream. Raises ModelError or UsageError."""
+
+class EngineFactory(Protocol):
+    def __call__(self, settings: Settings, side: Stream, kv_folder: Path | None = None) -> Engine:
+        """The engine for these settings; progress goes to `side`, and caches are kept in `kv_folder`, if anywhere.
+
+        Raises ModelError or UsageError.
+        """
+        ...
 
 
 def chat(settings: Settings, make_engine: EngineFactory) -> int:
@@ -34,7 +42,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     with (
         quiet_terminal(sys.stdin) as terminal,
         Conversations.start(settings, at_prompt=True) as conversations,
-        open_engine(make_engine(settings, screen)) as engine,
+        open_engine(make_engine(settings, screen, conversations.kv_folder)) as engine,
     ):
         agent = Agent(engine, settings, conversations)
         return run_repl(agent, terminal, screen, partial(_view, settings, replies, screen))
@@ -57,7 +65,7 @@ def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int
 
 def _run(items: Iterator[Item], settings: Settings, make_engine: EngineFactory, replies: Stream, side: Stream) -> int:
     return run_items(
-        items, lambda: make_engine(settings, side), settings, side, partial(_view, settings, replies, side)
+        items, partial(make_engine, settings, side), settings, side, partial(_view, settings, replies, side)
     )
 
 

@@ -134,14 +134,23 @@ def stats_line(reply: Reply) -> str:
 
 
 def banner(info: ModelInfo) -> list[str]:
-    """At most three lines: the model and what runs it, notices, what to type."""
+    """At most four lines: the model and what runs it, what is kept in memory, notices, what to type."""
     size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
     threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
     return [
         f"{info.name} ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}",
+        *([reuse_line(info)] if info.session_reuse else []),
         *(["; ".join(info.notices)] if info.notices else []),
         "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends",
     ]
+
+
+def reuse_line(info: ModelInfo) -> str:
+    line = f"{info.session_reuse} | cache {info.kv_bytes_per_token:,} bytes a token"
+    if info.kept_conversations:
+        conversations = f"{info.kept_conversations} conversation{'s' if info.kept_conversations != 1 else ''}"
+        line += f" | {conversations} back with {info.kept_tokens or 0:,} tokens in {info.kept_ms or 0:,.0f} ms"
+    return line
 
 
 def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:

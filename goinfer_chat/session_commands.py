@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,6 +133,10 @@ def sessions_app() -> typer.Typer:
 
 
 def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
+    from engine.kv_folder import list_kept
+    from goinfer_chat.fetch import size
+    from goinfer_chat.store import session_folder
+
     out = Stream(sys.stdout)
     with _store(context) as store:
         conversations = [(conversation, store.kv_bytes(conversation.id)) for conversation in store.recent(limit)]
@@ -144,7 +149,16 @@ def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
         return 0
     for line in columns([HEADINGS, *(cells_of(conversation, kv_bytes) for conversation, kv_bytes in conversations)]):
         out.line(line)
+    if kept := list_kept(session_folder(context.obj["session_dir"])):
+        total = sum(file.num_bytes for file in kept)
+        Stream(sys.stderr).line(f"caches: {size(total)} of at most {size(_kv_cap_bytes())} (--kv-cap)", dim=True)
     return 0
+
+
+def _kv_cap_bytes() -> int:
+    from goinfer_chat.settings import resolve
+
+    return resolve({}, os.environ).kv_cap_bytes
 
 
 def _show(context: typer.Context, key: str, at: int | None, *, as_json: bool) -> int:

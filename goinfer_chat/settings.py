@@ -28,6 +28,7 @@ class Settings:
     context_size: int | None = None
     threads: int | None = None
     kv_sessions: int = 4
+    kv_cap_bytes: int = 8_000_000_000
     speculation: SpeculationMode = "off"
     session_dir: str | None = None
     continue_last: bool = False
@@ -79,6 +80,19 @@ def parse_int(text: str) -> int:
         return int(text.replace(",", "").replace("_", ""))
     except ValueError:
         raise UsageError(f"{text!r} is not a whole number") from None
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number, or one with a decimal unit such as 500MB or 1.5 GB."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number = text.rstrip("BKMGTbkmgt ")
+    try:
+        size = int(float(number.replace(",", "")) * units[text[len(number) :].strip().upper()])
+    except (ValueError, KeyError, OverflowError):
+        raise UsageError(f"{text!r} is no size; such as 500MB or 8GB") from None
+    if size < 0:
+        raise UsageError(f"a size is 0 or more, not {text}")
+    return size
 
 
 def parse_float(text: str) -> float:
@@ -158,6 +172,13 @@ SETTINGS: Final = (
     Setting(flag="ctx", field="context_size", parse=optional(parse_int), help="Context in tokens, as memory allows."),
     Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine."),
     Setting(flag="kv-sessions", parse=parse_int, help="Conversations that stay read in memory; 0 turns reuse off."),
+    Setting(
+        flag="kv-cap",
+        field="kv_cap_bytes",
+        parse=parse_size,
+        help="Caches on the disk at most, such as 500MB; those not used for longest go.",
+        argument="SIZE",
+    ),
     Setting(
         flag="spec",
         field="speculation",

@@ -42,8 +42,6 @@ class ScriptedTurn:
     notice: str | None = None
     error: str | None = None
     """One of: context, template, engine, bug."""
-    restored: int | None = None
-    """Tokens that come back from the disk, within 12 ms."""
     deaf: bool = False
     """Whether it ignores `Request.cancel`."""
 
@@ -145,8 +143,6 @@ class ScriptedEngine:
             completion_tokens=played,
             ttft_ms=ttft_ms,
             prefill_tok_s=4.0,
-            restored_tokens=turn.restored,
-            restore_ms=None if turn.restored is None else 12.4,
             decode_tok_s=20.0 if played > 1 else None,
             context_used=total + played,
             context_size=CONTEXT_SIZE,

@@ -21,7 +21,7 @@ from goinfer_chat.terminal import Stream
 data = json.loads(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
 
 
-def make_engine(settings: Settings, side: Stream) -> ScriptedEngine:
+def make_engine(settings: Settings, side: Stream, kv_folder: Path | None = None) -> ScriptedEngine:
     side.status("loading")
     time.sleep(data.get("load_seconds", 0))
     side.clear_status()

@@ -491,15 +491,6 @@ def test_commands_after_which_the_next_turn_reads_again_say_how_much(start: Star
     assert run(agent, "resume").text.startswith("Going on with a b c: 2 messages. The next turn reads 13 tokens again.")
 
 
-def test_a_conversation_that_came_back_from_the_disk_says_how_much_and_what_that_saved(start: Start) -> None:
-    agent = start()
-    play(agent, "a b c")
-    end(agent)
-    agent = start(ScriptedTurn(pieces=["Two"], restored=8), ScriptedTurn(pieces=["Three"]), continue_last=True)
-    shown = [[event.text for event in ask(agent, "d") if isinstance(event, Notice)] for _ in range(2)]
-    assert shown == [["resumed 8 of 8 tokens, 12 ms, saved about 2.0 s"], []]
-
-
 def test_the_prompt_tells_the_day_the_conversation_began(start: Start) -> None:
     agent = start()
     play(agent, "first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import unicodedata
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -251,26 +251,35 @@ def test_an_unforeseen_error_says_how_to_see_where(monkeypatch: pytest.MonkeyPat
     assert __file__ in err.getvalue()
 
 
+INFO = ModelInfo(
+    name="SmolLM2 135M Instruct",
+    architecture="llama",
+    quantization="Q4_1",
+    num_parameters=134_515_008,
+    num_layers=30,
+    vocab_size=49152,
+    context_size=8192,
+    train_context_size=8192,
+    kv_bytes_per_token=23040,
+    weight_bytes=96_000_000,
+    backend="cpu",
+    kernels="AVX-512 VNNI",
+    threads=1,
+)
+
+
 @pytest.mark.parametrize("notices", [(), ("the model has no template, so chatml is used", "the context was cut")])
-def test_the_banner_has_at_most_three_lines_with_model_context_and_kernels(notices: tuple[str, ...]) -> None:
-    lines = banner(
-        ModelInfo(
-            name="SmolLM2 135M Instruct",
-            architecture="llama",
-            quantization="Q4_1",
-            num_parameters=134_515_008,
-            num_layers=30,
-            vocab_size=49152,
-            context_size=8192,
-            train_context_size=8192,
-            kv_bytes_per_token=23040,
-            weight_bytes=96_000_000,
-            backend="cpu",
-            kernels="AVX-512 VNNI",
-            threads=1,
-            notices=notices,
-        )
-    )
-    assert len(lines) <= 3
+def test_the_banner_has_at_most_four_lines_with_model_context_and_kernels(notices: tuple[str, ...]) -> None:
+    lines = banner(replace(INFO, session_reuse="session reuse: on", notices=notices))
+    assert len(lines) <= 4
     assert lines[0] == "SmolLM2 135M Instruct (135M, Q4_1) | context 8,192 | AVX-512 VNNI, 1 thread"
-    assert all(notice in lines[1] for notice in notices)
+    assert all(notice in lines[2] for notice in notices)
+
+
+def test_the_banner_says_what_stays_in_memory_and_what_came_back_from_the_disk() -> None:
+    reuse = "session reuse: on (4 conversations kept prefilled)"
+    info = replace(INFO, session_reuse=reuse, kept_conversations=0, kept_tokens=0, kept_ms=0.1)
+    assert banner(info)[1] == f"{reuse} | cache 23,040 bytes a token"
+    info = replace(info, kept_conversations=2, kept_tokens=3020, kept_ms=11.6)
+    assert banner(info)[1] == f"{reuse} | cache 23,040 bytes a token | 2 conversations back with 3,020 tokens in 12 ms"
+    assert len(banner(INFO)) == 2

@@ -166,6 +166,13 @@ def test_a_conversation_that_goes_on_in_another_process_says_what_it_would_have_
     for turn, same in zip(said, expected, strict=True):
         assert turn["prompt_ids"] == same["prompt_ids"]
         assert turn["reply_ids"] == same["reply_ids"]
+        assert turn["prefill_tokens"] == same["prefill_tokens"]
+    assert [turn["restored_tokens"] for turn in said] == [
+        None,
+        *(turn["context_used"] for turn in said[:-1]),
+    ]
+    assert re.search(r"1 conversation back with ([\d,]+) tokens in \d+ ms", terminal.text)
+    assert re.search(r"resumed (\d+) of \1 tokens, \d+ ms", terminal.text)
 
 
 def test_after_undo_and_retry_the_next_turn_is_as_from_cold(

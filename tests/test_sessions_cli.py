@@ -71,6 +71,17 @@ def test_the_list_shows_the_one_used_last_first_with_its_figures(sessions, store
     assert sessions("list", "--limit", "1")[0].count("\n") == 2
 
 
+def test_the_list_says_what_all_caches_take_on_the_disk_and_what_they_may(
+    sessions, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kept(store, ("one", "1"))
+    assert sessions()[1] == ""
+    store.kv_path(first).write_bytes(b"x" * 2_500_000)
+    assert sessions()[1] == "caches: 2.5 MB of at most 8.00 GB (--kv-cap)\n"
+    monkeypatch.setenv("GOINFER_CHAT_KV_CAP", "500MB")
+    assert sessions()[1] == "caches: 2.5 MB of at most 500.0 MB (--kv-cap)\n"
+
+
 def test_the_list_as_json_is_one_object_a_line(sessions, store) -> None:
     id = kept(store, ("é\x1b[31m", "1"))
     (line,) = sessions("list", "--json")[0].splitlines()
