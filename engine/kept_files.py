@@ -85,7 +85,7 @@ class KeptFiles:
         for kept in list_kept(self._folder):
             if len(counts) == max_conversations or perf_counter() - started > RELOAD_SECONDS:
                 break
-            with contextlib.suppress(KVFileError, UsageError, CacheFullError):
+            with contextlib.suppress(KVFileError, UsageError):
                 count = self._reload_one(kept, max_positions)
                 if count:
                     counts.append(count)
@@ -111,27 +111,31 @@ class KeptFiles:
             self._reloaded[name] = Restored(len(table), num_kept, (perf_counter() - started) * 1e3)
         return len(table)
 
-    def begin(self, conversation: str, table: BlockTable, prompt_ids: Sequence[int], *, expected: bool) -> KeptTurn:
+    def begin(
+        self, conversation: str, table: BlockTable, prompt_ids: Sequence[int], *, warm: bool, goes_on: bool
+    ) -> KeptTurn:
         """Give the table of a conversation that is running what its file has more of the prompt.
 
-        `expected`: the conversation goes on, so that a missing file is worth a word.
+        `warm`: the conversation was in memory. `goes_on`: it has replies already, so a missing file is worth a word.
         """
-        reused = len(table)
+        num_known = len(table)
         opened = conversation not in self._files
         reloaded = self._reloaded.pop(conversation, None)
         turn = KeptTurn(self, conversation, table)
         file = self._file(conversation)
         if isinstance(file, KVFile):
             before = None if opened else file.problem
-            restored = self._restore(file, table, prompt_ids, reloaded)
+            turn.restored = self._restore(file, table, prompt_ids, reloaded)
             problem = file.problem if file.problem != before else None
-            if problem == _MISSING and not (expected and 2 * reused < len(prompt_ids)):
-                problem = None
-            turn.restored = restored
-            turn.say(self._resume_line(restored, len(table), problem, whole=len(table) == len(prompt_ids) - 1))
+            if problem == _MISSING and not (goes_on and 2 * num_known < len(prompt_ids)):
+                problem = None  # it is new, or a fork of what is in memory
+            if turn.restored is not None:
+                turn.say(self._resume_line(turn.restored, len(table), problem))
+            elif problem and not warm:
+                turn.say(f"not resumed: {problem}")
         elif file != self._refused.get(conversation):
             self._refused[conversation] = file
-            turn.say(("not saved: " if 2 * reused >= len(prompt_ids) else "not resumed and not saved: ") + file)
+            turn.say(("not saved: " if warm else "not resumed and not saved: ") + file)
         return turn
 
     def _file(self, conversation: str) -> KVFile | str:
@@ -145,7 +149,6 @@ class KeptFiles:
             except UsageError as error:
                 return str(error)
             self._files[conversation] = file
-            self._refused.pop(conversation, None)
         return file
 
     def _restore(
@@ -164,10 +167,8 @@ class KeptFiles:
                 milliseconds += (perf_counter() - started) * 1e3
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
-    def _resume_line(self, restored: Restored | None, length: int, problem: str | None, *, whole: bool) -> str | None:
-        """What is said of a resume; `length` positions stand ready, and `whole` says that no more could."""
-        if restored is None:
-            return f"not resumed: {problem}" if problem and not whole else None
+    def _resume_line(self, restored: Restored, length: int, problem: str | None) -> str:
+        """What is said of a resume after which `length` positions stand ready."""
         # What another conversation had in memory did not have to come from the file, and is resumed all the same.
         length = min(length, restored.num_kept)
         line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
@@ -189,7 +190,7 @@ class KeptFiles:
 
     def make_room(self) -> str | None:
         """Keep to the cap; a line for people if that took something."""
-        removed = make_room(self._folder, self._cap_bytes, [file.path for file in self._files.values()])
+        removed = make_room(self._folder, self._cap_bytes)  # files that are open stay
         if not removed:
             return None
         what = "the cache of 1 conversation" if len(removed) == 1 else f"the caches of {len(removed):,} conversations"

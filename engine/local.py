@@ -296,12 +296,13 @@ class LocalEngine:
         try:
             self._check_open()
             self._forget_now()
+            warm = request.conversation in self._sessions.kept
             table = self._sessions.begin(request.conversation, prompt_ids)
             turn = None
             try:
                 if self._kept is not None:
                     goes_on = any(message.role == "assistant" and message.ids for message in request.messages)
-                    turn = self._kept.begin(request.conversation, table, prompt_ids, expected=goes_on)
+                    turn = self._kept.begin(request.conversation, table, prompt_ids, warm=warm, goes_on=goes_on)
                 events = run(start(table), self._model, self._sessions, self._pace, cancelled)
                 yield from events if turn is None else turn.follow(events)
             finally:

@@ -377,6 +377,8 @@ def test_a_turn_prefills_the_same_however_many_conversations_share_however_many_
     with make(folder, kv_sessions=kv_sessions) as engine:
         replies = six_turns(lambda: engine, num_conversations)
         assert len(engine._sessions.kept) == min(num_conversations, kv_sessions)
+        for number in range(num_conversations - kv_sessions):  # those who left memory
+            KVFile.open(path_of(folder, f"c{number}"), identity()).close()
     for number, of_one in enumerate(replies):
         for turn, reply in enumerate(of_one[1:], 1):
             assert reply.stats.prefill_tokens == added_by(f"{number}, turn {turn}: " + "word " * (5 + turn))
@@ -572,6 +574,41 @@ def test_a_file_that_is_free_again_is_saved_to(folder: Path) -> None:
         assert chat.said == []
     with KVFile.open(path_of(folder, "work"), identity()) as file:
         assert len(file.ids) == reply.stats.context_used
+
+
+def test_a_warm_conversation_is_not_called_unresumed_because_of_its_file(folder: Path) -> None:
+    chat, _ = started(folder)
+    path = path_of(folder, "work")
+    with make(folder) as engine:
+        with KVFile.open(path, identity()):
+            chat.ask(engine, "go on")
+        be_something_else(path)
+        reply = chat.ask(engine, "and on")
+        assert chat.said == []
+    assert prefilled(reply) == added_by("and on")
+    with make(folder) as engine:
+        assert chat.ask(engine, "again").stats.restored_tokens == reply.stats.context_used
+
+
+def test_a_file_that_is_locked_again_is_said_again(folder: Path) -> None:
+    chat, _ = started(folder)
+    with make(folder) as engine:
+        for text in ("one", "two"):
+            with KVFile.open(path_of(folder, "work"), identity()):
+                chat.ask(engine, text)
+            assert len(chat.said) == 1
+            chat.ask(engine, "free")
+            engine.forget("work")
+
+
+def test_a_fork_in_memory_needs_no_file(folder: Path) -> None:
+    chat, _ = started(folder)
+    with make(folder) as engine:
+        chat.ask(engine, "go on")
+        twin = Chat("twin", list(chat.messages))
+        reply = twin.ask(engine, "and on")
+    assert twin.said == []
+    assert prefilled(reply) == added_by("and on")
 
 
 def test_two_engines_on_one_folder_keep_their_own_conversations_and_read_each_other_s(folder: Path) -> None:
