@@ -146,10 +146,6 @@ def _kernel(name: str, num_args: int) -> Any:
 
 inverse_rms = _kernel("inverse_rms", 4)
 add_normed = _kernel("add_normed", 5)
-norm_256, norm_32, norm_1 = (_kernel(f"norm_{span}", 7) for span in (256, 32, 1))
-plain_256, plain_32, plain_1 = (_kernel(f"plain_{span}", 7) for span in (256, 32, 1))
-silu_256, silu_32, silu_1 = (_kernel(f"silu_{span}", 7) for span in (256, 32, 1))
-gelu_256, gelu_32, gelu_1 = (_kernel(f"gelu_{span}", 7) for span in (256, 32, 1))
 add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
 norm_vector = _kernel("norm_vector", 4)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
@@ -171,54 +167,28 @@ def embed(c: Record, op: Record, start: int, end: int) -> None:
             scale_vector(x, op.factor, c.hidden)
 
 
-@compiled
-def activate_norm(act: Record, r: int, x: int, weight: int, inverse: int, first: int, count: int) -> None:
-    """Quantize `count` units from `first` on of row r in each layout that is wanted."""
-    if act.base_256:
-        k = act.unit // 256
-        norm_256(x, weight, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
-    if act.base_32:
+def _activation(source: str) -> Any:
+    """A function that quantizes `count` units from `first` on of row r, in each layout that is wanted.
+
+    x and y are addresses of the row's start; what they are depends on the source (`rows.activate`).
+    """
+    in_256, in_32, in_1 = (_kernel(f"{source}_{span}", 7) for span in (256, 32, 1))
+
+    @compiled
+    def activate(act: Record, r: int, x: int, y: int, inverse: int, first: int, count: int) -> None:
+        if act.base_256:
+            k = act.unit // 256
+            in_256(x, y, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
         k = act.unit // 32
-        norm_32(x, weight, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
-    if act.base_1:
-        k = act.unit // 32
-        norm_1(x, weight, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+        if act.base_32:
+            in_32(x, y, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
+        if act.base_1:
+            in_1(x, y, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+
+    return activate
 
 
-@compiled
-def activate_plain(act: Record, r: int, x: int, first: int, count: int) -> None:
-    if act.base_256:
-        k = act.unit // 256
-        plain_256(x, 0, 0, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
-    if act.base_32:
-        k = act.unit // 32
-        plain_32(x, 0, 0, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
-    if act.base_1:
-        k = act.unit // 32
-        plain_1(x, 0, 0, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
-
-
-@compiled
-def activate_gated(act: Record, r: int, gelu: int, gate: int, up: int, first: int) -> None:
-    """One unit; gate and up are the addresses of values that stand for the whole row's start."""
-    if act.base_256:
-        k, blocks, row = act.unit // 256, act.num_values // 256, act.base_256 + r * act.row_256
-        if gelu:
-            gelu_256(gate, up, 0, row, first * k, k, blocks)
-        else:
-            silu_256(gate, up, 0, row, first * k, k, blocks)
-    if act.base_32:
-        k, blocks, row = act.unit // 32, act.num_values // 32, act.base_32 + r * act.row_32
-        if gelu:
-            gelu_32(gate, up, 0, row, first * k, k, blocks)
-        else:
-            silu_32(gate, up, 0, row, first * k, k, blocks)
-    if act.base_1:
-        k, blocks, row = act.unit // 32, act.num_values // 32, act.base_1 + r * act.row_1
-        if gelu:
-            gelu_1(gate, up, 0, row, first * k, k, blocks)
-        else:
-            silu_1(gate, up, 0, row, first * k, k, blocks)
+activate_plain, activate_norm, activate_silu, activate_gelu = map(_activation, ("plain", "norm", "silu", "gelu"))
 
 
 @compiled
@@ -306,7 +276,10 @@ def gated(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
         multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
         for j in range(count):
             x = buffer + j * row_bytes - strip * unit * 4
-            activate_gated(result, r + j, op.gelu, x, x + 4 * unit, strip)
+            if op.gelu:
+                activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+            else:
+                activate_silu(result, r + j, x, x + 4 * unit, 0, strip, 1)
 
 
 @compiled
@@ -477,7 +450,7 @@ def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
                     merge_state(state, state + part * state_bytes, dim)
             finish_state(state, out + h * dim * 4, dim)
         count = op.share // act.unit
-        activate_plain(act, r, out, u * count, count)
+        activate_plain(act, r, out, 0, 0, u * count, count)
 
 
 # ---------------------------------------------------------------- the step
