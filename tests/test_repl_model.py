@@ -34,12 +34,13 @@ with load(path) as engine:
 
 
 @pytest.fixture
-def start(model_path: Callable[[str], Path]) -> Iterator[Callable[..., Terminal]]:
-    """`start(flag, ...)`: the program at its prompt, greedy, with the default model."""
+def start(model_path: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """`start(flag, ...)`: the program at its prompt, greedy, with the default model and a store of its own."""
     terminals: list[Terminal] = []
 
     def begin(*flags: str) -> Terminal:
-        flags = ("--model", str(model_path(MODEL)), "--temperature", "0", *flags)
+        own = ("--session-dir", str(tmp_path / "own"))
+        flags = ("--model", str(model_path(MODEL)), "--temperature", "0", *own, *flags)
         terminals.append(Terminal([sys.executable, "-m", "goinfer_chat", *flags]))
         terminals[-1].wait_for_prompt(120)  # kernels may have to be compiled
         return terminals[-1]
@@ -190,3 +191,34 @@ def test_after_undo_and_retry_the_next_turn_is_as_from_cold(
     assert (again["prompt_ids"], again["reply_ids"]) == (other["prompt_ids"], other["reply_ids"])
     assert again["prefill_tokens"] == 1
     assert again["reply_ids"] == from_cold(model_path(MODEL), again)
+
+
+def test_a_fork_takes_the_cache_along_and_a_deleted_conversation_leaves_none(
+    start: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    folder = tmp_path / "sessions"
+    flags = ("--json", "--ids", "--max-tokens", "16", "--session-dir", str(folder))
+    terminal = start(*flags, "--save", "work")
+    first = ask(terminal, "Name three rivers.")
+    terminal.send("/fork other" + ENTER)
+    terminal.wait("Going on with a copy, other.")
+    terminal.send(CTRL_D)
+    assert terminal.wait_for_end() == 0
+    assert len(list(folder.glob("*.giw-kv"))) == 2
+    terminal = start(*flags, "--resume", "other")
+    following = ask(terminal, "And three lakes.")
+    assert following["restored_tokens"] == first["context_used"]
+    for name in ("work", "other"):
+        terminal.send(f"/delete {name}{ENTER}")
+        terminal.wait(f"Deleted {name}.")
+    assert list(folder.glob("*.giw-kv*")) == []
+    assert ask(terminal, "Hello.")["prompt_tokens"] < first["context_used"]
+
+
+def test_a_question_leaves_nothing_on_the_disk(model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "goinfer_chat", "run", "Hi", "--model", str(model_path(MODEL)), "--quiet"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "4", "--session-dir", str(tmp_path / "sessions")], capture_output=True, check=True
+    )
+    assert done.stdout.strip()
+    assert not (tmp_path / "sessions").exists()
