@@ -3,7 +3,8 @@
 Nothing here costs a turn its words. What goes wrong with a file becomes a notice, and the model evaluates what the
 file would have spared it. K/V that are wrong never get this far: `kv_file.py` compares ids and checks every byte.
 
-A conversation's file stays open, and so locked, as long as its table is in memory.
+A conversation's file stays open as long as its table is in memory, and locked while a turn runs: between turns another
+process may go on with the conversation. Whoever finds a file changed reads it anew.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class KeptFiles:
         sessions.evicted = self._evicted
 
     def reload(self, max_conversations: int, max_positions: int) -> Reloaded:
-        """Bring back what was used last, as far as there is room, and let other processes have the files.
+        """Bring back what was used last, as far as there is room.
 
         A file that is damaged, in use or of another model is passed over: it is looked at again, and something is said
         about it, when its conversation goes on.
@@ -93,22 +94,24 @@ class KeptFiles:
 
     def _reload_one(self, kept: KeptFile, max_positions: int) -> int:
         name, started = kept.path.name.removesuffix(SUFFIX), perf_counter()
-        with KVFile.open(path_of(self._folder, name), self._identity) as file:
+        with contextlib.ExitStack() as undo:
+            file = undo.enter_context(KVFile.open(path_of(self._folder, name), self._identity))
             num_kept = len(file.ids)
             length = min(num_kept, max_positions)
             if length == 0 or blocks_for(length) > self._pool.num_free:
                 return 0
             table = self._sessions.preload(name, file.ids[:length])
-            try:
-                file.restore(table, self._pool, length)
-                # To be read at a start is no use: the order stays what it was.
-                with contextlib.suppress(OSError):
-                    os.utime(kept.path, (kept.used_at, kept.used_at), follow_symlinks=False)
-            finally:
-                if not len(table):
-                    self._sessions.forget(name)
-        if len(table):
-            self._reloaded[name] = Restored(len(table), num_kept, (perf_counter() - started) * 1e3)
+            undo.callback(self._sessions.forget, name)
+            file.restore(table, self._pool, length)
+            # To be read at a start is no use: the order stays what it was.
+            with contextlib.suppress(OSError):
+                os.utime(kept.path, (kept.used_at, kept.used_at), follow_symlinks=False)
+            if not len(table):
+                return 0
+            file.pause()
+            undo.pop_all()
+        self._files[name] = file
+        self._reloaded[name] = Restored(len(table), num_kept, (perf_counter() - started) * 1e3)
         return len(table)
 
     def begin(
@@ -119,12 +122,12 @@ class KeptFiles:
         `warm`: the conversation was in memory. `goes_on`: it has replies already, so a missing file is worth a word.
         """
         num_known = len(table)
-        opened = conversation not in self._files
+        known = self._files.get(conversation)
         reloaded = self._reloaded.pop(conversation, None)
         turn = KeptTurn(self, conversation, table)
         file = self._file(conversation)
         if isinstance(file, KVFile):
-            before = None if opened else file.problem
+            before = file.problem if file is known and reloaded is None else None
             turn.restored = self._restore(file, table, prompt_ids, reloaded)
             problem = file.problem if file.problem != before else None
             if problem == _MISSING and not (goes_on and 2 * num_known < len(prompt_ids)):
@@ -139,8 +142,11 @@ class KeptFiles:
         return turn
 
     def _file(self, conversation: str) -> KVFile | str:
-        """The conversation's file, open; or why there is none."""
-        file = self._files.get(conversation)
+        """The conversation's file, open and locked; or why there is none."""
+        file = self._files.pop(conversation, None)
+        if file is not None and not _goes_on(file):
+            file.close()
+            file = None
         if file is None:
             try:
                 file = _open_patiently(path_of(self._folder, conversation), self._identity)
@@ -148,7 +154,7 @@ class KeptFiles:
                 return error.reason
             except UsageError as error:
                 return str(error)
-            self._files[conversation] = file
+        self._files[conversation] = file
         return file
 
     def _restore(
@@ -188,9 +194,15 @@ class KeptFiles:
         self._unsaved.discard(conversation)
         return num_bytes
 
+    def pause(self, conversation: str) -> None:
+        """The turn is over: others may have the file."""
+        file = self._files.get(conversation)
+        if file is not None:
+            file.pause()
+
     def make_room(self) -> str | None:
         """Keep to the cap; a line for people if that took something."""
-        removed = make_room(self._folder, self._cap_bytes)  # files that are open stay
+        removed = make_room(self._folder, self._cap_bytes, [file.path for file in self._files.values()])
         if not removed:
             return None
         what = "the cache of 1 conversation" if len(removed) == 1 else f"the caches of {len(removed):,} conversations"
@@ -222,7 +234,7 @@ class KeptFiles:
         """A conversation leaves memory. It was saved when its turn ended; where that failed, there may be room now."""
         file = self._files.get(conversation)
         # A file that somebody has deleted is not made again.
-        if file is not None and conversation in self._unsaved and file.path.exists():
+        if file is not None and conversation in self._unsaved and file.path.exists() and _goes_on(file):
             with contextlib.suppress(KVFileError):
                 file.save(table, self._pool, sync=True)
         self.forget(conversation)
@@ -268,6 +280,7 @@ class KeptTurn:
         self.say(self._save(sync=True))
         if self._num_bytes:
             self.say(self._files.make_room())
+        self._files.pause(self._conversation)
 
     def _save(self, *, sync: bool) -> str | None:
         """Why it failed, or None."""
@@ -291,6 +304,13 @@ class KeptTurn:
             restored_tokens=None if restored is None else restored.num_tokens,
             kv_saved_bytes=self._num_bytes,
         )
+
+
+def _goes_on(file: KVFile) -> bool:
+    """Whether a file that was let go of is this process's again, and as it was."""
+    with contextlib.suppress(KVFileError, OSError):
+        return file.go_on()
+    return False
 
 
 def _open_patiently(path: Path, identity: Identity, sleep: Callable[[float], None] = time.sleep) -> KVFile:

@@ -38,9 +38,11 @@ from engine.kv_folder import (
     KVFileLockedError,
     create_locked,
     is_at,
+    lock,
     open_locked,
     sync_folder,
     temporary_of,
+    unlock,
 )
 from engine.kv_layout import MAX_HEADER_BYTES, HeaderError, Identity, KVLayout, pack_header, read_header
 
@@ -235,6 +237,7 @@ class KVFile:
         self._descriptor = descriptor
         self._log: _Log | None = None  # None: the next save writes a new file
         self._closed = False
+        self._paused: tuple[int, int] | None = None
         if descriptor is None:
             self.problem = "file missing"
             return
@@ -315,6 +318,22 @@ class KVFile:
             raise KVFileError(
                 self.path, f"not saved: {error.strerror or error}; {kept:,} of {len(table):,} tokens are kept"
             ) from error
+
+    def pause(self) -> None:
+        """Let others have the file; nothing else may be called until `go_on`, but `close`."""
+        if self._descriptor is not None:
+            self._paused = _state(self._descriptor)
+            unlock(self._descriptor)
+
+    def go_on(self) -> bool:
+        """Have the file again. False if somebody has touched it: close it, and open it anew.
+
+        Raises KVFileLockedError.
+        """
+        if self._descriptor is None:
+            return not os.path.lexists(self.path)
+        lock(self._descriptor, self.path)
+        return is_at(self._descriptor, self.path) and _state(self._descriptor) == self._paused
 
     def close(self) -> None:
         """Let go of the file. May be called again."""
@@ -415,6 +434,12 @@ class KVFile:
             slot = start % BLOCK_SIZE
             block = pool.memory[table.blocks[start // BLOCK_SIZE]]
             log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    """Another one after every change, and after every opening by this program (it sets the permissions)."""
+    info = os.fstat(descriptor)
+    return info.st_size, info.st_ctime_ns
 
 
 def common_start(known: Sequence[int], wanted: Sequence[int]) -> int:

@@ -148,6 +148,19 @@ def open_locked(path: Path) -> int | None:
     return _open_locked(path, 0)
 
 
+def lock(descriptor: int, path: Path) -> None:
+    """Take the lock of an open file. Raises KVFileLockedError, OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise KVFileLockedError(path) from None
+
+
+def unlock(descriptor: int) -> None:
+    """Give the lock of an open file back."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 def is_at(descriptor: int, path: Path) -> bool:
     """Whether the open file still has this name: it may have been removed or replaced."""
     try:
@@ -181,12 +194,10 @@ def _open_locked(path: Path, flags: int) -> int | None:
         locked = False
         try:
             _check_file(path, os.fstat(descriptor))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, path)
             os.fchmod(descriptor, 0o600)
             # While it was opened, the one who had the lock may have put another file in its place.
             locked = is_at(descriptor, path)
-        except BlockingIOError:
-            raise KVFileLockedError(path) from None
         except OSError as error:
             raise KVFileError(path, f"cannot be locked: {error.strerror or error}") from error
         finally:

@@ -26,7 +26,7 @@ from engine import kept_files, load
 from engine.api import Event, Finished, Message, Notice, Reply, Request, SamplingParams, TextDelta
 from engine.errors import UsageError
 from engine.kv_file import KVFile
-from engine.kv_folder import path_of, prepare
+from engine.kv_folder import KVFileLockedError, path_of, prepare
 from engine.kv_layout import Identity, KVLayout
 from engine.local import LocalEngine
 from engine.memory import MemoryPlan
@@ -49,12 +49,13 @@ def make(
     kv_sessions: int = 4,
     model: bytes = b"m" * 32,
     num_blocks: int | None = None,
+    context_size: int = CONTEXT,
     **settings: int,
 ) -> LocalEngine:
     tokenizer = StandInTokenizer()
     gguf = SimpleNamespace(metadata={"general.file_type": 3}, tensors={}, close=lambda: None, content_hash=model.hex)
     num_blocks = num_blocks or max(1, kv_sessions) * CONTEXT // 64
-    plan = MemoryPlan(context_size=CONTEXT, num_blocks=num_blocks, notices=())
+    plan = MemoryPlan(context_size=context_size, num_blocks=num_blocks, notices=())
     engine = LocalEngine(gguf, tokenizer, StandInTemplate(tokenizer), StandInModel(), plan, kv_sessions)  # type: ignore[arg-type]
     if folder is not None:
         prepare(folder)
@@ -432,6 +433,15 @@ def test_a_start_reloads_no_more_than_fits(folder: Path) -> None:
         assert prefilled(chats[0].ask(engine, "go on")) == added_by("go on")
 
 
+def test_no_more_is_reloaded_than_the_context_holds(folder: Path) -> None:
+    started(folder, length=700)
+    with make(folder, context_size=512) as engine:
+        assert engine.info.kept_tokens == 512
+        chat = Chat()
+        reply = chat.ask(engine, "x" * 300)
+    assert reply.stats.restored_tokens == len("user:") + 300
+
+
 def test_a_start_that_has_read_for_long_leaves_the_rest_for_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +503,9 @@ def be_a_link(path: Path) -> None:
         (lambda path: flip(path, path.stat().st_size // 2),
          r"resumed 192 of \d+ tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
         (lambda path: flip(path, 300), r"not resumed: damaged from position 0 on; nothing of it is used"),
+        (lambda path: flip(path, 500), r"not resumed: damaged from position 0 on; nothing of it is used"),
+        (lambda path: path.write_bytes(path.read_bytes() + bytes(2**20)),
+         r"resumed 428 of 428 tokens, .* ms; damaged from position 428 on; the 428 before it are used"),
         (lambda path: flip(path, 30), r"not resumed: its header is damaged"),
         (be_empty, r"not resumed: it is empty"),
         (be_something_else, r"not resumed: it is not a .giw-kv file"),
@@ -623,6 +636,67 @@ def test_two_engines_on_one_folder_keep_their_own_conversations_and_read_each_ot
         assert engine.info.kept_conversations == 2
         for chat in (a, b):
             assert prefilled(chat.ask(engine, "go on")) == added_by("go on")
+
+
+def test_two_engines_take_turns_with_one_conversation_and_each_reads_what_the_other_added(folder: Path) -> None:
+    chat, expected = Chat(), Chat()
+    with make(folder) as one, make(folder) as two, make(None) as alone:
+        for turn in range(6):
+            reply = chat.ask((one, two)[turn % 2], f"turn {turn}")
+            other = expected.ask(alone, f"turn {turn}")
+            assert reply.ids == other.ids
+            assert prefilled(reply) == prefilled(other)
+            assert len(chat.said) == (turn > 0)
+            assert all(line.startswith("resumed ") for line in chat.said)
+
+
+def test_a_conversation_is_in_use_while_a_turn_of_it_runs(folder: Path) -> None:
+    chat, kept = started(folder)
+    before = path_of(folder, "work").stat().st_size
+    with make(folder) as one, make(folder) as two:
+        request = Request(
+            prompt_ids=tuple(b"something else " * 20), max_tokens=50, sampling=GREEDY, conversation="work"
+        )
+        running = one.generate(request)
+        while not isinstance(next(running), TextDelta):
+            pass
+        reply = chat.ask(two, "go on")
+        assert chat.said == ["not saved: locked: another goinfer-chat has this conversation open"]
+        assert (reply.stats.prefill_reused_tokens, reply.stats.kv_saved_bytes) == (kept, None)
+        assert path_of(folder, "work").stat().st_size == before
+        for _ in running:
+            pass
+        assert chat.ask(two, "and on").stats.kv_saved_bytes
+        assert chat.said == []
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_file_that_was_let_go_of_is_taken_again_only_as_it_was(folder: Path, deleted: bool) -> None:
+    _, kept = started(folder)
+    path = path_of(folder, "work")
+    with KVFile.open(path, identity()) as file:
+        for _ in range(2):
+            file.pause()
+            assert file.go_on()
+        assert len(file.ids) == kept
+        file.pause()
+        time.sleep(0.02)  # the clock of files is coarse
+        with KVFile.open(path, identity()):  # it might have been changed
+            with pytest.raises(KVFileLockedError):
+                file.go_on()
+            if deleted:
+                path.unlink()
+        assert not file.go_on()
+
+
+def test_the_place_of_a_file_is_taken_again_only_if_there_is_none_yet(folder: Path) -> None:
+    folder.mkdir()
+    with KVFile.open(path_of(folder, "work"), identity()) as file:
+        file.pause()
+        assert file.go_on()
+        file.pause()
+        started(folder)
+        assert not file.go_on()
 
 
 def test_a_start_that_looks_at_a_file_for_a_moment_is_waited_for(folder: Path) -> None:
