@@ -782,6 +782,27 @@ def test_files_beyond_the_cap_go_least_recently_used_first_and_that_is_said(fold
         assert sorted(path.name for path in folder.glob("*.giw-kv")) == ["c1.giw-kv", "c2.giw-kv"]
 
 
+def test_the_cap_takes_nothing_of_what_is_in_memory(folder: Path) -> None:
+    chats = [Chat("a"), Chat("b")]
+    with make(folder, cap_bytes=0) as engine:
+        for chat in chats:
+            chat.ask(engine, "hello")
+            assert chat.said == []
+        assert all(path_of(folder, chat.name).exists() for chat in chats)
+
+
+def test_what_leaves_memory_unsaved_does_not_write_what_another_process_has(folder: Path) -> None:
+    chat, _ = started(folder)
+    path = path_of(folder, "work")
+    with make(folder, kv_sessions=1) as engine:
+        with no_file_larger_than(path.stat().st_size):
+            chat.ask(engine, "go on")
+        with KVFile.open(path, identity()):
+            before = path.read_bytes()
+            Chat("other").ask(engine, "hello")
+            assert path.read_bytes() == before
+
+
 def test_a_file_that_was_deleted_does_not_come_back_when_its_conversation_leaves_memory(folder: Path) -> None:
     chat = Chat()
     with make(folder, kv_sessions=1) as engine:

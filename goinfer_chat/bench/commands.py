@@ -176,7 +176,6 @@ def _replay(
     from goinfer_chat.bench.machine import describe
     from goinfer_chat.bench.peer_process import Peer
     from goinfer_chat.bench.replay import Replay, Restarts, lines
-    from goinfer_chat.loading import load_engine
 
     out, side = _streams(settings)
     machine = describe()
@@ -187,8 +186,7 @@ def _replay(
         if peer is not None:
             path = _model_file(settings, side)
             other = close.enter_context(Peer(peer, path, threads=info.threads, num_positions=info.context_size))
-        make = partial(load_engine, settings, side)
-        restarts = close.enter_context(Restarts(make)) if restart else None
+        restarts = close.enter_context(Restarts(partial(make_engine, settings, side))) if restart else None
         replay = Replay(engine, num_turns=turns, reuse=reuse, peer=other, restarts=restarts)
         rows = replay.play(repeat, partial(_progress, side))
         name = f"{other.name} {other.version}" if other else None
