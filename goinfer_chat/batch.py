@@ -41,6 +41,8 @@ def run_items(
     ):
         agent = Agent(engine, settings, conversations)
         say = Stream(None) if settings.quiet else side
+        for notice in engine.info.notices:
+            say.line(notice, dim=True)
         if agent.live is not None and agent.live.info.num_messages:
             say.line(resumed(agent, with_words=False), dim=True)
         item: Item | None = first

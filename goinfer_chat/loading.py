@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.api import Engine
+from engine.errors import OutOfMemoryError
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
 
@@ -34,6 +35,11 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             kv_cap_bytes=settings.kv_cap_bytes,
             progress=progress,
         )
+    except MemoryError as error:
+        # What was free can be gone, or less than the system says: a limit of the shell counts too.
+        raise OutOfMemoryError(
+            f"{path.name}: memory ran out while it was loaded; close other programs or choose a smaller model"
+        ) from error
     finally:
         side.clear_status()
 

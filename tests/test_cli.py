@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import write_tiny_model
 
-from engine.errors import UsageError
+from engine.errors import OutOfMemoryError, UsageError
+from goinfer_chat.loading import load_engine
 from goinfer_chat.settings import SETTINGS, Settings, parse_size, resolve
+from goinfer_chat.terminal import Stream
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -112,6 +115,15 @@ def test_a_turn_is_answered_while_the_script_is_still_being_written(tmp_path: Pa
 def test_quiet_leaves_standard_error_empty(program) -> None:
     done = program([{"notice": "a fallback", "pieces": ["ok"]}], "--quiet", stdin=b"/params\nhi\n")
     assert (done.stdout, done.stderr) == (b"ok\n", b"")
+
+
+@pytest.mark.parametrize("arguments", [("run", "hi"), ("run", "--json", "hi"), ()])
+def test_what_loading_had_to_change_is_said_before_the_first_turn(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    invocation = command(tmp_path, HELLO, *arguments)
+    (tmp_path / "turns.json").write_text(json.dumps({"turns": HELLO, "notices": ["a fallback", "less context"]}))
+    done = subprocess.run(invocation, input=b"hi\n", capture_output=True, env=environment(), timeout=30)
+    assert done.stderr.splitlines()[:2] == [b"a fallback", b"less context"]
+    assert b"fallback" not in done.stdout
 
 
 # JSON
@@ -393,6 +405,18 @@ def test_pull_puts_a_file_into_the_folder_and_prints_where(program, tmp_path: Pa
     assert (done.returncode, done.stdout.decode().strip()) == (0, str(tmp_path / "models" / "tiny.gguf"))
     assert (tmp_path / "models" / "tiny.gguf").read_bytes() == model.read_bytes()
     assert program(HELLO, "pull", "no-such-model", env=env).returncode == 3
+
+
+def test_memory_that_runs_out_while_loading_is_an_error_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("engine.load", no_memory)
+    settings = replace(Settings(), model=str(write_tiny_model(tmp_path / "tiny.gguf")))
+    with pytest.raises(OutOfMemoryError, match=r"^tiny\.gguf: memory ran out"):
+        load_engine(settings, Stream(None))
 
 
 # Help
