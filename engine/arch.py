@@ -188,7 +188,8 @@ class _Reader:
         if self.arch.local_layers:
             window = self.integer("attention.sliding_window", 0, least=0, most=MAX_CONTEXT)
         return ModelConfig(
-            name=name if isinstance(name, str) and name.strip() else self.gguf.path.stem,
+            # One line, whatever the file says: it stands in lines of figures.
+            name=(" ".join(name.split()) if isinstance(name, str) else "") or self.gguf.path.stem,
             arch=self.arch,
             num_layers=layers,
             hidden_size=hidden,

@@ -19,7 +19,7 @@ from typing import Self, get_args
 from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, SpeculationMode, TextDelta
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
-from engine.errors import ContextExceededError, EngineError, ModelFileError, UsageError
+from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
 from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_batch
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kept_files import CAP_BYTES, KeptFiles
@@ -74,7 +74,7 @@ class LocalEngine:
             prepare(kv_folder)
         with ExitStack() as undo:
             gguf = undo.enter_context(open_gguf(path))
-            tokenizer = Tokenizer.from_gguf(gguf.metadata)
+            tokenizer = _read_tokenizer(gguf)
             template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, chat_template)
             config = ModelConfig.from_gguf(gguf)
             if tokenizer.vocab_size > config.vocab_size:
@@ -355,6 +355,14 @@ def _request(
         top_logprobs=top_logprobs,
         conversation=conversation,
     )
+
+
+def _read_tokenizer(gguf: GGUFFile) -> Tokenizer:
+    """Its errors name the file, of which the tokenizer sees only the metadata."""
+    try:
+        return Tokenizer.from_gguf(gguf.metadata)
+    except ModelError as error:
+        raise type(error)(f"{gguf.path.name}: {error}") from error
 
 
 def _model_info(

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 from engine import load
 from engine.api import Message, Reply, Request, SamplingParams
-from engine.errors import GoinferError, ModelNotFoundError, OutOfMemoryError, UsageError
+from engine.errors import GoinferError, ModelNotFoundError, OutOfMemoryError, UnsupportedModelError, UsageError
 from engine.local import LocalEngine
 from engine.quant import TensorType
 
@@ -173,3 +173,15 @@ def test_the_example_of_the_guide_runs(folder: Path, tmp_path: Path) -> None:
     assert "Tiny qwen2" in done.stdout
     assert "tokens reused" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_tokenizer_that_cannot_be_used_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "strange.gguf", metadata={"tokenizer.ggml.pre": "foo"})
+    with pytest.raises(UnsupportedModelError, match=r"^strange\.gguf: .*'foo'"):
+        load(path)
+
+
+def test_the_name_of_a_model_is_one_line(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", metadata={"general.name": " A\nerror: B\r\n"})
+    with load(path, context_size=64) as engine:
+        assert engine.info.name == "A error: B"
