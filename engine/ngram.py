@@ -4,8 +4,9 @@ For each order k the index knows where every run of k tokens ended last, under a
 added in constant time, and the run that ends there finds its earlier occurrence by the way. Replaced entries form a
 chain back in time, so what was added can be taken out again, last first.
 
-A suffix automaton finds the same matches in the same time, 1 to 3 us a token, but knows only one of several occurrences
-cheaply and cannot be cut back when a conversation goes another way. An index takes 0.3 to 0.6 KB a position.
+A suffix automaton finds the longest match exactly and three times as fast (0.9 against 2.4 us a token, measured in
+turn), but knows only one of several occurrences cheaply and cannot be cut back when a conversation goes another way.
+An index takes 0.3 to 0.6 KB a position.
 """
 
 from __future__ import annotations
