@@ -35,6 +35,7 @@ RELOAD_SECONDS = 0.25
 """A start that has read files for so long reads no further one: what is not in memory comes when it is asked for."""
 
 _MISSING = "file missing"
+_OF_NO_USE = "it holds nothing of what was said"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class KeptFiles:
             problem = file.problem if file.problem != before else None
             if problem == _MISSING and not (goes_on and 2 * num_known < len(prompt_ids)):
                 problem = None  # it is new, or a fork of what is in memory
+            if file.problem is None and goes_on and common_start(file.ids, prompt_ids, 1) == 0:
+                problem = _OF_NO_USE
             if turn.restored is not None:
                 turn.say(self._resume_line(turn.restored, len(table), problem))
             elif problem and not warm:

@@ -477,6 +477,10 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def cut_to_its_header(path: Path) -> None:
+    os.truncate(path, int.from_bytes(path.read_bytes()[16:20], "little"))
+
+
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
@@ -508,6 +512,7 @@ def be_a_link(path: Path) -> None:
          r"resumed 428 of 428 tokens, .* ms; damaged from position 428 on; the 428 before it are used"),
         (lambda path: flip(path, 30), r"not resumed: its header is damaged"),
         (be_empty, r"not resumed: it is empty"),
+        (cut_to_its_header, r"not resumed: it holds nothing of what was said"),
         (be_something_else, r"not resumed: it is not a .giw-kv file"),
         (be_a_link, r"not resumed and not saved: refused: it is a symbolic link"),
     ],
