@@ -19,6 +19,19 @@ from goinfer_chat.terminal import Stream, true_text
 if TYPE_CHECKING:
     from goinfer_chat.store import Store, StoredMessage
 
+
+def _take_session_dir(context: typer.Context, folder: str | None) -> str | None:
+    before = context.obj if isinstance(context.obj, dict) else {}
+    context.obj = {**before, "session_dir": folder or before.get("session_dir")}
+    return folder
+
+
+SessionDir = Annotated[
+    str | None,
+    typer.Option("--session-dir", metavar="DIR", help="Folder of the kept conversations.", callback=_take_session_dir),
+]
+"""Every command has it, as flags may stand behind a command; the callback puts it where `_store` finds it."""
+
 Key = Annotated[str, typer.Argument(metavar="NAME", help="Name, id, or the start of an id.", parser=true_text)]
 At = Annotated[int | None, typer.Option("--at", metavar="ID", help="Down to this message, on whichever branch it is.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
@@ -34,12 +47,8 @@ def sessions_app() -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def default(
         context: typer.Context,
-        session_dir: Annotated[
-            str | None, typer.Option("--session-dir", metavar="DIR", help="Folder of the kept conversations.")
-        ] = None,
+        _folder: SessionDir = None,
     ) -> int:
-        before = context.obj if isinstance(context.obj, dict) else {}
-        context.obj = {**before, "session_dir": session_dir or before.get("session_dir")}
         return _list(context, None, as_json=False) if context.invoked_subcommand is None else 0
 
     @app.command("list")
@@ -47,12 +56,15 @@ def sessions_app() -> typer.Typer:
         context: typer.Context,
         limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="So many at most.")] = None,
         as_json: Json = False,
+        _folder: SessionDir = None,
     ) -> int:
         """Show conversations, the one used last first."""
         return _list(context, limit, as_json=as_json)
 
     @app.command("show")
-    def show_command(context: typer.Context, key: Key, at: At = None, as_json: Json = False) -> int:
+    def show_command(
+        context: typer.Context, key: Key, at: At = None, as_json: Json = False, _folder: SessionDir = None
+    ) -> int:
         """Print a conversation."""
         return _show(context, key, at, as_json=as_json)
 
@@ -65,13 +77,17 @@ def sessions_app() -> typer.Typer:
         ] = None,
         limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many at most.")] = 20,
         as_json: Json = False,
+        _folder: SessionDir = None,
     ) -> int:
         """Find messages that hold all the words, on any branch; newest first."""
         return _search(context, " ".join(words), within, limit, as_json=as_json)
 
     @app.command("rename")
     def rename_command(
-        context: typer.Context, key: Key, name: Annotated[str, typer.Argument(metavar="NEW", parser=true_text)]
+        context: typer.Context,
+        key: Key,
+        name: Annotated[str, typer.Argument(metavar="NEW", parser=true_text)],
+        _folder: SessionDir = None,
     ) -> int:
         """Give a conversation another name."""
         return _rename(context, key, name)
@@ -81,6 +97,7 @@ def sessions_app() -> typer.Typer:
         context: typer.Context,
         keys: Annotated[list[str], typer.Argument(metavar="NAMES...", help="Names or ids.", parser=true_text)],
         yes: Yes = False,
+        _folder: SessionDir = None,
     ) -> int:
         """Delete conversations with their caches; nothing of them is left."""
         return _delete(context, keys, yes=yes)
@@ -91,6 +108,7 @@ def sessions_app() -> typer.Typer:
         key: Key,
         name: Annotated[str | None, typer.Argument(metavar="[NEW]", help="Its name.", parser=true_text)] = None,
         at: At = None,
+        _folder: SessionDir = None,
     ) -> int:
         """Begin another conversation with the same words and the same cache."""
         return _fork(context, key, name, at)
@@ -107,6 +125,7 @@ def sessions_app() -> typer.Typer:
         ] = None,
         kv: Annotated[bool, typer.Option("--kv", help="Also the cache, as FILE with the ending .giw-kv.")] = False,
         force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+        _folder: SessionDir = None,
     ) -> int:
         """Write a conversation as Markdown or JSON."""
         return _export(context, key, form, output, kv=kv, force=force)
@@ -117,12 +136,13 @@ def sessions_app() -> typer.Typer:
         file: Annotated[str, typer.Argument(metavar="FILE", help="An export in JSON; - reads standard input.")],
         name: Annotated[str | None, typer.Option("--name", metavar="NAME", parser=true_text)] = None,
         kv: Annotated[bool, typer.Option("--kv", help="Also the cache, which stands beside FILE as .giw-kv.")] = False,
+        _folder: SessionDir = None,
     ) -> int:
         """Take in a conversation that was exported as JSON."""
         return _import(context, file, name, kv=kv)
 
     @app.command("set-aside")
-    def set_aside_command(context: typer.Context, yes: Yes = False) -> int:
+    def set_aside_command(context: typer.Context, yes: Yes = False, _folder: SessionDir = None) -> int:
         """Move a damaged store out of the way, so that a new one can begin."""
         return _set_aside(context, yes=yes)
 

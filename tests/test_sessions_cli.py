@@ -264,11 +264,38 @@ def test_the_folder_comes_from_flags_before_the_command_too(tmp_path: Path, caps
     assert (tmp_path / "own" / "conversations.db").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list"],
+        ["show", "work"],
+        ["search", "one"],
+        ["rename", "work", "play"],
+        ["delete", "work", "--yes"],
+        ["fork", "work"],
+        ["export", "work"],
+        ["set-aside", "--yes"],
+    ],
+)
+def test_the_folder_stands_behind_any_command_too(words: list[str], store, tmp_path: Path) -> None:
+    kept(store, ("one", "1"), name="work")
+    store.close()
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback()(lambda: None)
+    app.add_typer(sessions_app(), name="sessions")
+    command = typer.main.get_command(app)
+    before = ["sessions", "--session-dir", str(tmp_path / "elsewhere")]
+    assert command.main([*before, *words, "--session-dir", str(store.folder)], standalone_mode=False) == 0
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_every_command_explains_itself(sessions) -> None:
     out = sessions("--help")[0]
     for command in ("list", "show", "search", "rename", "delete", "fork", "export", "import", "set-aside"):
         assert f"\n  {command} " in out
-        assert "Usage:" in sessions(command, "--help")[0]
+        explained = sessions(command, "--help")[0]
+        assert "Usage:" in explained
+        assert "--session-dir" in explained
 
 
 def test_wrong_combinations_are_refused(sessions, store) -> None:
