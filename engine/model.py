@@ -181,6 +181,9 @@ class Model:
         b.table_rows[:rows], b.wanted[:wanted] = batch.table_rows, batch.want
         context = self._context[0]
         context["num_rows"], context["num_wanted"] = rows, wanted
+        context["num_parts"] = int(batch.positions.max()) // PART + 1
+        # Known before a step starts: the rows move while it runs.
+        context["wanted_parts"] = int(batch.positions[batch.want].max()) // PART + 1 if wanted else 0
         context["tables"], context["table_blocks"] = tables.ctypes.data, tables.shape[1]
         self._workers.run()
         return b.logits[:wanted, : self.config.vocab_size]

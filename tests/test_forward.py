@@ -275,6 +275,34 @@ def test_rows_that_are_not_wanted_do_not_show(name: str, tiny: Callable[[str], P
             assert_same_bits(runner.step((table, ids[:1])), runner.feed(runner.table(), [*ids, ids[0]], 51))
 
 
+def test_only_the_last_row_of_a_chunk_that_crosses_a_part_is_wanted(tiny: Callable[[str], Path]) -> None:
+    """Wanted rows move to the front in the last layer; their share of attention is not that of the rows they replace."""
+    ids = tokens(700)
+    with running(tiny("llama"), threads=2) as runner:
+        expected = runner.feed(runner.table(), ids, 64)
+        table = runner.table()
+        runner.step((table, ids[:250]), want=[])
+        assert_same_bits(runner.step((table, ids[250:]), want=[449]), expected)
+
+
+def test_a_thread_that_falls_behind_does_nothing_to_later_steps(tiny: Callable[[str], Path]) -> None:
+    """More threads than CPUs, and steps of all sizes: some thread is always a step or two late."""
+    rng = np.random.default_rng(5)
+    sizes = rng.choice([1, 1, 1, 2, 3, 8, 33, 64], 250).tolist()
+    found = []
+    for threads in (1, 5):
+        with running(tiny("llama"), threads=threads) as runner:
+            table, logits = runner.table(), []
+            for n, size in enumerate(sizes):
+                if len(table) > 200:
+                    table.truncate(10)
+                logits.append(runner.step((table, tokens(size, seed=n))))
+            found.append((np.concatenate(logits), runner.cache(table)))
+    assert_same_bits(found[0][0], found[1][0])
+    for ours, theirs in zip(found[0][1], found[1][1]):
+        assert_same_bits(ours, theirs)
+
+
 # ---------------------------------------------------------------- other conversations
 @every_model
 def test_conversations_that_share_a_step_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:

@@ -103,6 +103,8 @@ CONTEXT = _record(
     # the rows of this step
     "num_rows",
     "num_wanted",
+    "num_parts",  # softmax parts of the row with the largest position
+    "wanted_parts",  # of the wanted rows
     "ids",  # int32 [rows]
     "positions",
     "table_rows",

@@ -405,18 +405,15 @@ def query_rows(c: Record) -> int:
 
 
 @compiled
-def num_parts(c: Record, rows: int) -> int:
-    """Softmax parts of the longest row."""
-    longest = 0
-    for r in range(rows):
-        longest = max(longest, int32_at(c.positions + 4 * r))
-    return longest // PART + 1
+def num_parts(c: Record, op: Record) -> int:
+    """Softmax parts of the longest row that an operation works on."""
+    return c.wanted_parts if op.wanted else c.num_parts
 
 
 @compiled
 def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
     """One item: (strip of rows, KV head) and, for few rows, part. The longest come first."""
-    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c), num_parts(c, rows)
+    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c), num_parts(c, op)
     share = parts if split else 1
     j = items - 1 - item
     strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
@@ -468,7 +465,7 @@ def num_units(c: Record, op: Record, rows: int) -> int:
     if code == Op.HEADS:
         return rows * (c.num_heads + 2 * c.num_kv_heads)
     if code == Op.ATTEND:
-        share = num_parts(c, rows) if rows <= SPLIT_ROWS else 1
+        share = num_parts(c, op) if rows <= SPLIT_ROWS else 1
         tall = query_rows(c)
         return (rows + tall - 1) // tall * c.num_kv_heads * share
     if code == Op.MERGE:
@@ -517,26 +514,28 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         add_norm(c, op, tid, start, end)
 
 
-# The counter of an operation: a word with the number of the step (upper half) and of the pieces claimed, and a word
-# with the number of pieces done. A thread that has fallen behind finds another step's number there and stops: as long
-# as a piece is not done, the step is not over, so a claim that succeeds is always of the step that runs.
+# The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and
+# a word with the number of pieces that are not done. Thread 0 sets both before a step. A thread that has fallen behind
+# finds another step's number there, or nothing left, and stops. It must know that from the counter alone: once a step
+# is over, what it ran on may already be the next one's. As long as a piece is not done the step is not over, so a claim
+# that succeeds is always of the step that runs, and from then on rows and units are those of that step.
 @compiled
-def claim(counter: int, generation: int, pieces: int) -> int:
-    """Number of a piece that is this thread's to do; -1: none is left."""
+def claim(counter: int, generation: int) -> int:
+    """Take a piece: how many were left, this one included; 0: none."""
     while True:
         seen = atomic_load(counter)
-        piece = seen & 0xFFFFFFFF
-        if seen >> 32 != generation or piece >= pieces:
-            return -1
-        if swap_if(counter, seen, seen + 1):
-            return piece
+        left = seen & 0xFFFFFFFF
+        if seen >> 32 != generation or left == 0:
+            return 0
+        if swap_if(counter, seen, seen - 1):
+            return left
 
 
 @compiled
-def all_done(counter: int, generation: int, pieces: int) -> bool:
+def all_done(counter: int, generation: int) -> bool:
     """Wait until an operation's pieces are done. False if that was long ago: another step runs."""
     spins = 0
-    while atomic_load(counter + 8) < pieces:
+    while atomic_load(counter + 8) > 0:
         if atomic_load(counter) >> 32 != generation:
             return False
         spins += 1
@@ -548,21 +547,30 @@ def all_done(counter: int, generation: int, pieces: int) -> bool:
 
 
 @compiled
+def num_op_rows(c: Record, op: Record) -> int:
+    """Rows that an operation works on in this step; 0: it is left out."""
+    if not op.wanted:
+        return c.num_rows
+    if c.num_wanted == 0:
+        return 0
+    return c.num_rows if op.code == Op.KEEP else c.num_wanted
+
+
+@compiled
 def work(c: Record, tid: int, generation: int) -> None:
     """One thread's part of one step."""
     for i in range(c.num_operations):
         op, counter = operation_at(c.operations, i), c.counters + i * LINE
-        if op.wanted and c.num_wanted == 0:
-            continue
-        rows = c.num_wanted if op.wanted and op.code != Op.KEEP else c.num_rows
-        units = num_units(c, op, rows)
-        pieces = num_pieces(c, op, rows, units)
-        piece = claim(counter, generation, pieces)
-        while piece >= 0:
-            run(c, op, tid, rows, units, piece, pieces)
-            atomic_add(counter + 8, 1)
-            piece = claim(counter, generation, pieces)
-        if not all_done(counter, generation, pieces):
+        left = claim(counter, generation)
+        if left > 0:
+            rows = num_op_rows(c, op)
+            units = num_units(c, op, rows)
+            pieces = num_pieces(c, op, rows, units)
+            while left > 0:
+                run(c, op, tid, rows, units, pieces - left, pieces)
+                atomic_add(counter + 8, -1)
+                left = claim(counter, generation)
+        if not all_done(counter, generation):
             return
 
 
@@ -576,8 +584,11 @@ def step(address: int, tid: int, seen: int) -> int:
     if tid == 0:
         generation = atomic_load(c.generation) + 1
         for i in range(c.num_operations):
-            put_int64(c.counters + i * LINE + 8, 0)
-            put_int64(c.counters + i * LINE, generation << 32)
+            op = operation_at(c.operations, i)
+            rows = num_op_rows(c, op)
+            pieces = num_pieces(c, op, rows, num_units(c, op, rows)) if rows > 0 else 0
+            put_int64(c.counters + i * LINE + 8, pieces)
+            put_int64(c.counters + i * LINE, (generation << 32) + pieces)
         atomic_add(c.generation, 1)
         work(c, 0, generation)
         return generation
