@@ -146,7 +146,18 @@ def models_folder() -> Path:
 
 
 def resolve(model: str) -> Path | None:
-    """The file of a model that is on this machine (of a split model one of its parts); None if it must be pulled."""
+    """The file of a model that is on this machine (of a split model one of its parts); None if it must be pulled.
+
+    Raises ModelNotFoundError where it cannot be looked for, UsageError for a hub name that is none.
+    """
+    try:
+        return _find(model)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the `~` of a person who has no home
+        cause = error.strerror if isinstance(error, OSError) else None
+        raise ModelNotFoundError(f"{getattr(error, 'filename', None) or model}: {cause or error}") from error
+
+
+def _find(model: str) -> Path | None:
     if entry := _entry(model):
         return entry.path if fetch.bytes_in(entry.path) == entry.content.num_bytes else None
     if model.startswith("hf:"):
@@ -181,15 +192,15 @@ def pull(model: str, progress: Progress | None = None, say: Say | None = None) -
             return _pull_entry(entry, progress, say)
         if model.startswith("hf:"):
             return _pull_hub(model, progress, say)
-        if (file := Path(model).expanduser()).is_file():
-            return _add_file(file, say)
         if path := resolve(model):
-            return path
+            return _add_file(path, say) if path == Path(model).expanduser() else path
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise DownloadError(
             f"{model}: {where}{error.strerror or error}; what was fetched is kept: run the same command again to go on"
         ) from error
+    if Path(model).expanduser().exists():
+        raise ModelNotFoundError(f"{model}: not a regular file; a model is a GGUF file")
     names = ", ".join(entry.name for entry in CATALOGUE)
     raise ModelNotFoundError(
         f"{model}: no such file and no such name; known names: {names}; a model on the hub is hf:OWNER/REPO:FILE"

@@ -58,7 +58,7 @@ def bytes_in(path: Path) -> int:
     """The file's length; 0 when there is none."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 

@@ -37,6 +37,32 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
+# --- what cannot be looked for ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["a" * 300, "~nobody-of-this-name/tiny.gguf"])
+def test_a_name_that_no_file_can_have_is_a_model_that_is_not_there(models: Path, model: str) -> None:
+    for look in (resolve, pull):
+        with pytest.raises(ModelNotFoundError, match=f"^{model}: "):
+            look(model)
+
+
+def test_a_folder_and_a_device_are_no_models_although_they_are_there(models: Path, tmp_path: Path) -> None:
+    for path in (str(tmp_path), os.devnull):
+        with pytest.raises(ModelNotFoundError, match=f"^{re.escape(path)}: not a regular file"):
+            pull(path)
+
+
+def test_a_models_folder_that_is_a_file_holds_no_models_and_takes_none(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GOINFER_CHAT_MODELS", str(tmp_path / "file"))
+    assert [row.path for row in list_models()] == [None] * len(CATALOGUE)
+    with pytest.raises(DownloadError):
+        pull(str(tiny))
+
+
 # --- the catalogue ----------------------------------------------------------------------------------------------------
 
 
