@@ -276,7 +276,7 @@ def test_rows_that_are_not_wanted_do_not_show(name: str, tiny: Callable[[str], P
 
 
 def test_only_the_last_row_of_a_chunk_that_crosses_a_part_is_wanted(tiny: Callable[[str], Path]) -> None:
-    """Wanted rows move to the front in the last layer; their share of attention is not that of the rows they replace."""
+    """Wanted rows move to the front in the last layer, and bring their own share of attention with them."""
     ids = tokens(700)
     with running(tiny("llama"), threads=2) as runner:
         expected = runner.feed(runner.table(), ids, 64)
