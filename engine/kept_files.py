@@ -136,7 +136,8 @@ class KeptFiles:
             if file.problem is None and goes_on and common_start(file.ids, prompt_ids, 1) == 0:
                 problem = _OF_NO_USE
             if turn.restored is not None:
-                turn.say(self._resume_line(turn.restored, len(table), problem))
+                num_ready = common_start(file.ids, prompt_ids, len(table)) if file.ids else len(table)
+                turn.say(self._resume_line(turn.restored, num_ready, problem))
             elif problem and not warm:
                 turn.say(f"not resumed: {problem}")
         elif file != self._refused.get(conversation):
@@ -169,6 +170,8 @@ class KeptFiles:
             num_tokens, num_kept = min(reloaded.num_tokens, len(table)), max(reloaded.num_kept, num_kept)
             milliseconds = reloaded.milliseconds
         found = common_start(file.ids, prompt_ids, len(prompt_ids) - 1)
+        if file.ids:
+            num_tokens = min(num_tokens, found)  # the table may be another conversation's, and the file a stranger's
         if found > len(table):
             with contextlib.suppress(CacheFullError):
                 self._sessions.reserve(table, found - len(table))
@@ -177,7 +180,7 @@ class KeptFiles:
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
     def _resume_line(self, restored: Restored, length: int, problem: str | None) -> str:
-        """What is said of a resume after which `length` positions stand ready."""
+        """What is said of a resume after which `length` positions stand ready that the file has, if it is still there."""
         # What another conversation had in memory did not have to come from the file, and is resumed all the same.
         length = min(length, restored.num_kept)
         line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"

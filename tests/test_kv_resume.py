@@ -629,6 +629,20 @@ def test_a_fork_in_memory_needs_no_file(folder: Path) -> None:
     assert prefilled(reply) == added_by("and on")
 
 
+def test_what_a_stranger_s_file_holds_is_not_called_resumed(folder: Path) -> None:
+    chat, other = started(folder)[0], Chat("other")
+    chat.fork("twin", folder)
+    with make(folder) as engine:
+        num_kept = other.ask(engine, "y" * 300).stats.context_used
+    shutil.copy(path_of(folder, "other"), path_of(folder, "work"))
+    with make(folder) as engine:
+        reply = chat.ask(engine, "go on")
+    assert prefilled(reply) == added_by("go on")  # the twin has all of it
+    in_common = len("user:")
+    assert reply.stats.restored_tokens == in_common
+    assert_matches(rf"resumed {in_common} of {num_kept} tokens, \d+ ms", chat.said[0])
+
+
 def test_two_engines_on_one_folder_keep_their_own_conversations_and_read_each_other_s(folder: Path) -> None:
     a, b = Chat("a"), Chat("b")
     with make(folder) as one, make(folder) as two:
