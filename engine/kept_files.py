@@ -180,7 +180,7 @@ class KeptFiles:
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
     def _resume_line(self, restored: Restored, length: int, problem: str | None) -> str:
-        """What is said of a resume after which `length` positions stand ready that its file has, if there still is one."""
+        """What is said of a resume: `length` positions stand ready of those its file has, if there still is one."""
         # What another conversation had in memory did not have to come from the file, and is resumed all the same.
         length = min(length, restored.num_kept)
         line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
