@@ -148,7 +148,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template cannot be read, line {error.lineno}: {_one_line(error.message)}; "
-                "give another one in its place (chat_template)"
+                "give another one in its place (--chat-template FILE, chat_template= in the library)"
             ) from error
         except RecursionError as error:
             raise TemplateError(

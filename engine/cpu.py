@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MAX_THREADS = 256
+"""More are a mistake: each has memory of its own, and a step has not that many pieces."""
+
 
 def usable_threads() -> int:
     """Physical cores of the CPUs this process may run on, at most what a CPU quota allows, at least 1.

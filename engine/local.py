@@ -19,6 +19,7 @@ from typing import Self, get_args
 from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, SpeculationMode, TextDelta
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
+from engine.cpu import MAX_THREADS
 from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
 from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_batch
 from engine.gguf_file import GGUFFile, open_gguf
@@ -66,8 +67,8 @@ class LocalEngine:
         if speculation not in get_args(SpeculationMode):
             known = ", ".join(get_args(SpeculationMode))
             raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads must be 1 or more, not {threads}")
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
         if kv_cap_bytes < 0:
             raise UsageError(f"the bytes of kept caches must be 0 or more, not {kv_cap_bytes}")
         if kv_folder is not None and kv_sessions > 0:

@@ -18,6 +18,7 @@ from engine.kernels.matmul import PREFETCH_BYTES
 from engine.quant import dequantize
 
 PAGE = 4096
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def zeroed(num_bytes: int) -> NDArray[np.uint8]:
@@ -26,7 +27,8 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
     Raises OutOfMemoryError when the address space cannot be had.
     """
     try:
-        memory = mmap.mmap(-1, max(num_bytes, 1))
+        # Private: a shared mapping, the default, gets no large pages.
+        memory = mmap.mmap(-1, max(num_bytes, 1), **_PRIVATE)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

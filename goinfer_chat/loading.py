@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.api import Engine
-from engine.errors import OutOfMemoryError
+from engine.errors import OutOfMemoryError, UsageError
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
 
@@ -30,6 +30,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             path,
             context_size=settings.context_size,
             threads=settings.threads,
+            chat_template=_template(settings.chat_template),
             kv_sessions=settings.kv_sessions,
             kv_folder=kv_folder,
             kv_cap_bytes=settings.kv_cap_bytes,
@@ -42,6 +43,17 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
         ) from error
     finally:
         side.clear_status()
+
+
+def _template(path: str | None) -> str | None:
+    """The text of a template file. Raises UsageError when it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
+        raise UsageError(f"--chat-template {path}: {reason}") from error
 
 
 def fetch_model(model: str, side: Stream) -> Path:

@@ -27,6 +27,8 @@ class Settings:
     system: str | None = None
     context_size: int | None = None
     threads: int | None = None
+    chat_template: str | None = None
+    """A file whose template takes the place of the model's."""
     kv_sessions: int = 4
     kv_cap_bytes: int = 8_000_000_000
     speculation: SpeculationMode = "off"
@@ -171,6 +173,7 @@ SETTINGS: Final = (
     Setting(flag="system", parse=true_text, help="System prompt.", argument="TEXT"),
     Setting(flag="ctx", field="context_size", parse=optional(parse_int), help="Context in tokens, as memory allows."),
     Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine."),
+    Setting(flag="chat-template", parse=str, help="A template in place of the model's own.", argument="FILE"),
     Setting(flag="kv-sessions", parse=parse_int, help="Conversations that stay read in memory; 0 turns reuse off."),
     Setting(
         flag="kv-cap",

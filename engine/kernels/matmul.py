@@ -148,29 +148,39 @@ class Tile:
             sums = b.variables(len(rows), fill(VI, 0))
             with b.loop(fmt.num_subs // fmt.unroll) as i:
                 for part in range(fmt.unroll):
-                    self._sub_block(b, block, rows, blocks, s, Sub(i, fmt.unroll, part), sums, fetch)
+                    sub = Sub(i, fmt.unroll, part)
+                    ahead = self._words_ahead(b, group, group_bytes, meta_start, s, sub) if fetch else []
+                    self._sub_block(b, block, rows, blocks, s, sub, sums, ahead)
             self._float_step(b, block, rows, blocks, s, sums, totals)
         return totals
 
+    def _words_ahead(
+        self, b: KernelBuilder, group: Value, group_bytes: Value, words: Value, s: Value, sub: Sub
+    ) -> list[Value]:
+        """A sub-block's share of the lines PREFETCH_BYTES ahead in the words, beyond the meta where they end before."""
+        share = self.fmt.words_bytes // self.fmt.num_subs
+        ahead = b.select(b.icmp_signed("<", words, I64(PREFETCH_BYTES)), words, I64(PREFETCH_BYTES))
+        there = b.sum(b.times(s, self.fmt.words_bytes), b.times(sub.index(b), share), ahead)
+        beyond = b.select(b.icmp_signed(">=", there, words), b.sub(group_bytes, words), I64(0))
+        return [b.at(group, there, beyond, offset) for offset in range(0, share, 64)]
+
     def _sub_block(
         self, b: KernelBuilder, g: Group, rows: Sequence[Value], blocks: Value, s: Value, sub: Sub,
-        sums: list[Value], fetch: bool,
+        sums: list[Value], ahead: list[Value],
     ) -> None:  # fmt: skip
-        """sums += scale of the sub-block * its dot products."""
+        """sums += scale of the sub-block * its dot products; in between, the lines `ahead` are prefetched."""
         fmt = self.fmt
         assert fmt.sub_block is not None
         # With few rows the dot product's latency shows: independent sums hide it.
         chains = max(1, 4 // len(rows))
         k = b.times(sub.index(b), fmt.sub_size)
-        if fetch:
-            stride = fmt.words_bytes // fmt.num_subs
-            for offset in range(0, stride, 64):
-                b.prefetch(b.at(g.words, b.times(sub.index(b), stride), offset + PREFETCH_BYTES))
         weights = fmt.sub_block(b, g, sub)
         if self.signed:
             weights = [b.xor(w, fill(VB, -128)) for w in weights]
         acc = [[self._start(b, a, blocks, s)] + [fill(VI, 0)] * (chains - 1) for a in rows]
         for q, w in enumerate(weights):
+            for line in ahead[q * len(ahead) // len(weights) : (q + 1) * len(ahead) // len(weights)]:
+                b.prefetch(line)
             for t, a in enumerate(rows):
                 quad = b.bitcast(b.broadcast(I32, a, b.times(s, fmt.span), k, 4 * q), VB)
                 acc[t][q % chains] = dot4(b, self.target, self.signed, acc[t][q % chains], w, quad)
