@@ -291,6 +291,7 @@ class GGUFFile:
         self.metadata = MappingProxyType(headers[0].metadata)
         self.tensors = MappingProxyType({name: info for header in headers for name, info in header.tensors.items()})
         self._headers = headers
+        self._content_hash: str | None = None
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes [nbytes] as a read-only view of the mapping. Raises ModelFileError if it is not there."""
@@ -316,6 +317,8 @@ class GGUFFile:
         tensor's data the first, the middle and the last 4 KiB. A byte changed anywhere else in the data is not
         noticed: that is the price of asking at every start, and what the checksum of a download is for.
         """
+        if self._content_hash is not None:
+            return self._content_hash  # weights, caches and conversations all ask when a model starts
         assert self._headers, "the file is closed"
         tensors = sorted(self.tensors.items())
         for _, info in tensors:
@@ -336,7 +339,8 @@ class GGUFFile:
             add(f"{name} {info.shape} {info.type.name}".encode())
             for start, end in _samples(info):
                 add(self._headers[info.shard].map[start:end])
-        return digest.hexdigest()
+        self._content_hash = digest.hexdigest()
+        return self._content_hash
 
     def close(self) -> None:
         """Let go of the mapping. Views that are still held stay valid, and keep it until they go."""
