@@ -1,4 +1,4 @@
-"""Where tests find models and what llama.cpp said about them."""
+"""What many tests need: models, what llama.cpp said about them, and a store of conversations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import ModelError
 from goinfer_chat import catalogue
+from goinfer_chat.store import Store
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +56,15 @@ def golden() -> Callable[[str], dict[str, Any]]:
         return content
 
     return load
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a test's conversations are kept."""
+    return tmp_path / "sessions"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[Store]:
+    with Store(folder) as store:
+        yield store

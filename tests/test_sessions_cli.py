@@ -6,7 +6,7 @@ import io
 import json
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,6 @@ from goinfer_chat.store import ConversationInUseError, ModelRef, Store, StoreErr
 
 MODEL = ModelRef(identity="1f" * 32, name="tiny")
 STATS = TurnStats(prompt_tokens=1200, prefill_reused_tokens=0, prefill_tokens=1200, context_used=1234)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "sessions"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
-        yield store
 
 
 @pytest.fixture

@@ -30,17 +30,6 @@ from goinfer_chat.store import (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "sessions"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
-        yield store
-
-
 class Trees(RuleBasedStateMachine):
     """Random work on a few conversations, beside a model of plain lists."""
 

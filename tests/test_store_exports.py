@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +21,6 @@ from goinfer_chat.store import (
     StoredMessage,
 )
 from goinfer_chat.store.exports import from_json, to_json, to_markdown
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "sessions"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
-        yield store
 
 
 @pytest.fixture(scope="module")

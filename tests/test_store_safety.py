@@ -28,18 +28,6 @@ from goinfer_chat.store import (
 )
 from goinfer_chat.store.database import MIGRATIONS
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "sessions"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
-        yield store
-
-
 # -- crashes and other processes ---------------------------------------------------------------------------------------
 
 

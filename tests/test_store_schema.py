@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,6 @@ from goinfer_chat.store import (
     StoreError,
 )
 from goinfer_chat.store.database import APPLICATION_ID, MIGRATIONS
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "sessions"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
-        yield store
 
 
 @pytest.fixture
