@@ -21,7 +21,8 @@ from engine.cpu import usable_threads
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART, STATE
 from engine.kernels.build import CompiledKernels
-from engine.kernels.matmul import ActivationLayout, layout_for, matmul_module
+from engine.kernels.dot import ActivationLayout, layout_for
+from engine.kernels.matmul import matmul_module
 from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
 from engine.kernels.target import detect
 from engine.kernels.workers import Workers

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from engine.errors import UsageError
 from engine.kernels import core
 from engine.kernels.build import CompiledKernels
+from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import FORMATS, lay_out
 from engine.kernels.ir import emit_module
-from engine.kernels.matmul import ActivationLayout, layout_for, matmul_module
+from engine.kernels.matmul import matmul_module
 from engine.kernels.target import ENVIRONMENT, Target, detect
 from engine.kernels.twins import Activations
 from engine.quant import TensorType, block_shape

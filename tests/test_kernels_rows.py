@@ -9,7 +9,7 @@ import pytest
 from kernel_calls import TARGETS, assert_same_bits, kernels, row_in_memory
 
 from engine.kernels import twins
-from engine.kernels.matmul import ActivationLayout
+from engine.kernels.dot import ActivationLayout
 
 LENGTHS = (16, 32, 48, 64, 80, 96, 112, 128, 576)
 """Multiples of 16 with every remainder of 64, which is what sums of squares take at a time."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.kernels import attention, rows
+from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
-from engine.kernels.matmul import ActivationLayout
 from engine.kernels.target import Target
 
 

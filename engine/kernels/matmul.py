@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from engine.kernels.dot import ActivationLayout, block_step, dot4, layout_for, pair_products
 from engine.kernels.formats import Group, Sub, WeightFormat, block_scales
 from engine.kernels.ir import (
     F32,
@@ -38,73 +39,6 @@ from engine.quant import TensorType
 
 PREFETCH_BYTES = 8192
 """How far ahead of the weight stream few-row tiles prefetch: one-row products went from 37 to 50 GB/s with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationLayout:
-    """One quantized activation row of K values in memory: the bytes, then arrays with one entry for each block.
-
-    span 256: s8[K], f32 scale, i16 sums of 32 values [8 a block], i16 sums of 16 values [16 a block].
-    span 32: s8[K], f32 scale, i32 minus the sum, f32 scale * sum.
-    span 1: f32[K], nothing else.
-    """
-
-    span: int
-
-    @property
-    def meta_bytes(self) -> int:
-        return {256: 4 + 16 + 32, 32: 12, 1: 0}[self.span]
-
-    def row_bytes(self, num_values: int) -> int:
-        """Rounded up to an odd number of cache lines, which spreads the rows of a tile over the cache's sets."""
-        blocks = num_values // self.span
-        size = 4 * num_values if self.span == 1 else num_values + blocks * self.meta_bytes
-        return (-(-size // 64) | 1) * 64
-
-    def after(self, b: KernelBuilder, num_blocks: Value, per_block: int) -> Value:
-        """Offset of the array that starts `per_block` bytes a block behind the values."""
-        return b.times(num_blocks, self.span + per_block)
-
-
-def layout_for(fmt: WeightFormat) -> ActivationLayout:
-    return ActivationLayout(1 if fmt.sub_block is None else fmt.span)
-
-
-def dot4(b: KernelBuilder, target: Target, signed: bool, acc: Value, weights: Value, activations: Value) -> Value:
-    """acc <16 x i32> + in each lane the sum of 4 products of weights (u8, or s8 if `signed`) and activations (s8)."""
-    if target.dot == "vnni":
-        return b.intrinsic("llvm.x86.avx512.vpdpbusd.512", VI, acc, weights, activations)
-    if target.dot == "maddubs":
-        return _dot4_avx2(b, signed, acc, weights, activations)
-    parts = []
-    for o in range(0, 16, 4):
-        lanes, quarter = range(o, o + 4), range(4 * o, 4 * o + 16)
-        part = b.pick(acc, acc, lanes), b.pick(weights, weights, quarter), b.pick(activations, activations, quarter)
-        parts.append(b.intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), *part))
-    return b.pick(b.pick(parts[0], parts[1], range(8)), b.pick(parts[2], parts[3], range(8)), range(16))
-
-
-def _dot4_avx2(b: KernelBuilder, signed: bool, acc: Value, weights: Value, activations: Value) -> Value:
-    """maddubs sums pairs in int16: exact for weights up to 127, and for signed ones as |w| * (sign(w) a)."""
-    bytes32, shorts, ints = vector(VB.element, 32), vector(I16, 16), vector(I32, 8)
-    parts = []
-    for o in (0, 32):
-        w = b.pick(weights, weights, range(o, o + 32))
-        a = b.pick(activations, activations, range(o, o + 32))
-        if signed:
-            a = b.intrinsic("llvm.x86.avx2.psign.b", bytes32, a, w)
-            w = b.intrinsic("llvm.abs.v32i8", bytes32, w, ir.Constant(ir.IntType(1), 0))
-        pairs = b.intrinsic("llvm.x86.avx2.pmadd.ub.sw", shorts, w, a)
-        parts.append(b.intrinsic("llvm.x86.avx2.pmadd.wd", ints, pairs, fill(shorts, 1)))
-    return b.add(acc, b.pick(parts[0], parts[1], range(16)))
-
-
-def _pair_products(b: KernelBuilder, acc: Value, pairs: Value, activations: Value) -> Value:
-    """acc + in each lane the sum of two int16 products; LLVM makes one instruction of it (vpdpwssd, vpmaddwd)."""
-    wide, shorts = vector(I32, 32), vector(I16, 32)
-    product = b.mul(b.sext(b.bitcast(pairs, shorts), wide), b.sext(b.bitcast(activations, shorts), wide))
-    even, odd = (b.pick(product, product, range(o, 32, 2)) for o in (0, 1))
-    return b.add(acc, b.add(even, odd))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +148,15 @@ class Tile:
             corrections = fill(VI, 0)
             for p, pair in enumerate(pairs):
                 both = b.broadcast(I32, a, layout.after(b, blocks, pairs_at), b.times(s, pair_bytes), 4 * p)
-                corrections = _pair_products(b, corrections, pair, both)
+                corrections = pair_products(b, corrections, pair, both)
             if pairs and fmt.minimum is None:
                 whole = b.sub(whole, b.mul(corrections, fill(VI, self.bias)))
-            value = b.fmul(d, b.sitofp(whole, VF))
-            if fmt.minimum is not None:
-                value = b.fsub(value, b.fmul(second, b.sitofp(corrections, VF)))
-            scale = b.broadcast(F32, a, layout.after(b, blocks, 0), b.times(s, 4))
-            x = b.fmadd(value, scale, b.get(total, VF))
+            scaled_sum = None
             if fmt.span == 32 and second is not None:
                 scaled_sum = b.broadcast(F32, a, layout.after(b, blocks, 8), b.times(s, 4))
-                x = b.fmadd(second, scaled_sum, x)
-            b.store(x, total)
+            mins = None if fmt.minimum is None else corrections
+            scale = b.broadcast(F32, a, layout.after(b, blocks, 0), b.times(s, 4))
+            b.store(block_step(b, b.get(total, VF), whole, mins, d, second, scale, scaled_sum), total)
 
     def _pairs(self, b: KernelBuilder, g: Group) -> list[Value]:
         """What a K-quant multiplies with the activations' sums, two a lane: mins, or scales where there is a bias."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from engine.kernels.dot import dot4
 from engine.kernels.ir import I32, I64, VB, VF, VI, Kernel, KernelBuilder, Value, emit_module, fill
-from engine.kernels.matmul import PREFETCH_BYTES, dot4
+from engine.kernels.matmul import PREFETCH_BYTES
 from engine.kernels.target import Target
 
 READ_BYTES = 1024

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import (
     F16,
     F32,
@@ -24,7 +25,6 @@ from engine.kernels.ir import (
     fill,
     vector,
 )
-from engine.kernels.matmul import ActivationLayout
 
 Source = Literal["plain", "norm", "silu", "gelu"]
 
