@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, get_args
 
 from engine.errors import UsageError
 
-FinishReason = Literal["stop", "length", "cancelled"]
-"""`stop`: an end token or a stop string. `length`: max_tokens, or the context is full. `cancelled`: Request.cancel."""
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+"""`stop`: an end token or a stop string. `length`: max_tokens, or the context is full. `cancelled`: Request.cancel.
+`tool_calls`: the reply ended by itself and calls tools."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -29,11 +30,39 @@ def _check(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One message of a conversation.
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
 
-    `ids` are the token ids of an assistant's reply as they were generated, without the end-of-turn token.
-    With them the reply is never tokenized again, and the cache is reused right through it.
+    id: str
+    name: str
+    arguments: str
+    """JSON text. Of a forced call it is one object that is valid under the tool's schema; else whatever was written."""
+
+    def as_json(self) -> dict[str, Any]:
+        """In OpenAI's form: what `Message.tool_calls` holds."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTool:
+    """The tool that a reply must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+"""Whether a reply calls tools. `none`: it does not, but their descriptions stay in the prompt. `auto`: if the model
+wants to. `required`: one of the tools or several. A named one: that tool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation; `Reply.as_message` makes that of a reply.
+
+    `ids` are the token ids of an assistant's reply as they were generated, without the end-of-turn token, with its
+    reasoning and its calls. With them the reply is never tokenized again, and the cache is reused right through it.
+    `tool_calls` are in OpenAI's form, with the arguments as an object or as JSON text. `tool_call_id` and `name` of a
+    tool's message say which call it answers.
     """
 
     role: Role
@@ -90,7 +119,13 @@ class Request:
     messages: tuple[Message, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tool descriptions as JSON objects, key order kept, handed to the chat template."""
+    """Tool descriptions in OpenAI's form (`{"type": "function", "function": {"name": ..., "description": ...,
+    "parameters": JSON schema}}`, or the inner object alone), key order kept, handed to the chat template."""
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """False: one call at most."""
+    json_schema: Mapping[str, Any] | bool | None = None
+    """The reply is JSON text that is valid under this schema; {} or True: any JSON. None: any text."""
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     """Tokens of the reply at most, the end token not counted; None: to the end of the context."""
@@ -115,6 +150,40 @@ class Request:
             self.speculation is None or self.speculation in get_args(SpeculationMode),
             f"unknown speculation {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}",
         )
+        _check(self.prompt_ids is None or not self.tools, "tools need messages: prompt_ids are run as they are")
+        self._check_tools()
+        _check(
+            self.json_schema is None or not (self.tools and self.tool_choice != "none"),
+            "a reply cannot both follow a schema and call tools; give the schema with tool_choice none",
+        )
+
+    def _check_tools(self) -> None:
+        names = [tool_name(tool) for tool in self.tools]
+        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        _check(twice is None, f"two tools have the name {twice!r}")
+        choice, known = self.tool_choice, ", ".join(names) or "none"
+        if isinstance(choice, NamedTool):
+            _check(choice.name in names, f"the tool {choice.name!r} that must be called is not given; given: {known}")
+        else:
+            _check(
+                choice in ("none", "auto", "required"),
+                f"unknown tool_choice {choice!r}; there is: none, auto, required",
+            )
+            _check(choice != "required" or bool(names), "tool_choice required needs tools")
+
+
+def tool_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a tool's description, or of a call, that has its name: `function`, or the whole of it."""
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """Raises UsageError for a description without a name."""
+    name = tool_function(tool).get("name")
+    if not isinstance(name, str) or not name:
+        raise UsageError("a tool needs a name that is a text and not empty")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +243,8 @@ class TurnStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A finished reply. `ids` has no end-of-turn token; `text` has no stop string and no control token."""
+    """A finished reply. `ids` is all of it without the end-of-turn token; `text` has no stop string, no control token,
+    no reasoning and no call."""
 
     text: str
     ids: tuple[int, ...]
@@ -183,6 +253,15 @@ class Reply:
     stats: TurnStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry for each id of `ids`, when asked for."""
+    thinking: str | None = None
+    """What a reasoning model thought before it answered; None where it did not."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Whole calls in the order written. A call that `length` or `cancelled` cut is not among them."""
+
+    def as_message(self) -> Message:
+        """What goes into the conversation for it."""
+        calls = tuple(call.as_json() for call in self.tool_calls)
+        return Message(role="assistant", content=self.text, thinking=self.thinking, ids=self.ids, tool_calls=calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +281,20 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """New whole characters of a model's reasoning; the deltas joined are `Reply.thinking`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallReady:
+    """A whole call. Nothing of its markup is ever in a TextDelta."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """Something the user should see once: a fallback template, a smaller context, an end token that was guessed."""
 
@@ -213,7 +306,7 @@ class Finished:
     reply: Reply
 
 
-Event = PrefillProgress | TextDelta | Notice | Finished
+Event = PrefillProgress | TextDelta | ThinkingDelta | ToolCallReady | Notice | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     GoinferError                 what happened, where, what to do
     ├── UsageError               a flag, command or setting that cannot be obeyed
+    │   └── SchemaError          a JSON schema that replies or calls cannot be held to
     ├── ModelError               the model cannot be used
     │   ├── ModelNotFoundError   no such file, catalogue name or hub repository
     │   ├── ModelFileError       a GGUF that is damaged, cut or hostile
@@ -28,6 +29,10 @@ class GoinferError(Exception):
 
 class UsageError(GoinferError):
     exit_code = 2
+
+
+class SchemaError(UsageError):
+    """Raised before anything is generated; names the keyword and where in the schema it stands."""
 
 
 class ModelError(GoinferError):

@@ -159,6 +159,7 @@ class LocalEngine:
         """
         submitted = perf_counter()
         self._check_open()
+        _check_supported(request)
         prompt_ids = self._prompt_ids(request)
         self._check_ids(request.sampling.logit_bias, "the logit bias")
         if len(prompt_ids) >= self.info.context_size:
@@ -338,6 +339,11 @@ class LocalEngine:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise EngineError("the engine is closed; load the model again")
+
+
+def _check_supported(request: Request) -> None:
+    if request.json_schema is not None or request.tool_choice != "auto" or not request.parallel_tool_calls:
+        raise UsageError("json_schema, tool_choice and parallel_tool_calls are not supported by this backend")
 
 
 def _request(
