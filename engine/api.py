@@ -274,6 +274,13 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """The figures so far while a reply is decoded, at most ten times a second; a short reply has none."""
+
+    stats: TurnStats
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """New whole characters of the reply; the deltas joined are `Reply.text`."""
 
@@ -306,7 +313,7 @@ class Finished:
     reply: Reply
 
 
-Event = PrefillProgress | TextDelta | ThinkingDelta | ToolCallReady | Notice | Finished
+Event = PrefillProgress | Progress | TextDelta | ThinkingDelta | ToolCallReady | Notice | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

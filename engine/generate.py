@@ -30,6 +30,7 @@ from engine.api import (
     FinishReason,
     Logprob,
     PrefillProgress,
+    Progress,
     Reply,
     Request,
     TextDelta,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512
 """Rows of one step at most."""
+
+PROGRESS_SECONDS = 0.1
+"""Between two Progress events: as often as an eye follows a number, and seldom enough to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class Generation:
         self._logprobs: list[TokenLogprobs] = []
         self._submitted = submitted
         self._first_token: float | None = None
+        self._told = submitted
         self._prefill_tokens = 0
         self._prefill_seconds = 0.0
         self._decode_tokens = 0
@@ -174,6 +179,14 @@ class Generation:
             self._decode_seconds += perf_counter() - started
             if self.speculation is not None:
                 self.speculation.learn(drawn, rows.num_drafted, time)
+            self._tell()
+
+    def _tell(self) -> None:
+        """The figures so far, unless it is too soon for them or the reply ends and Finished has them."""
+        now = perf_counter()
+        if self.finish_reason is None and now - self._told >= PROGRESS_SECONDS:
+            self._told = now
+            self.events.append(Progress(self._stats()))
 
     def cancel(self) -> None:
         """End the reply with what there is."""

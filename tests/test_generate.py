@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import CONTROL, END, StandInModel, StandInTokenizer
 
-from engine.api import Event, Finished, PrefillProgress, Reply, Request, SamplingParams, TextDelta
+from engine import generate
+from engine.api import Event, Finished, PrefillProgress, Progress, Reply, Request, SamplingParams, TextDelta, TurnStats
 from engine.errors import EngineError
 from engine.generate import Generation, PrefillPace, run, step
 from engine.kv_cache import KVPool
@@ -292,6 +293,25 @@ def test_progress_counts_reused_tokens_and_reaches_the_total() -> None:
     assert [event.done for event in progress] == sorted({event.done for event in progress})
     assert progress[-1].done == progress[-1].total == len(PROMPT)
     assert {event.reused for event in progress} == {50}
+
+
+def progress_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[list[TurnStats], TurnStats]:
+    """The figures told during a reply of eight tokens, and those at its end."""
+    monkeypatch.setattr(generate, "PROGRESS_SECONDS", seconds)
+    events = Bench().events(Request(prompt_ids=PROMPT, sampling=GREEDY, max_tokens=8))
+    return [event.stats for event in events if isinstance(event, Progress)], finished(events).stats
+
+
+def test_the_figures_are_told_while_the_reply_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, last = progress_of(monkeypatch, 0.0)
+    assert [stats.completion_tokens for stats in told] == [2, 3, 4, 5, 6, 7]
+    assert [stats.context_used for stats in told] == [len(PROMPT) + n - 1 for n in range(2, 8)]
+    assert all(stats.ttft_ms == last.ttft_ms and stats.decode_tok_s for stats in told)
+
+
+def test_the_figures_are_told_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, _ = progress_of(monkeypatch, 1e9)
+    assert told == []
 
 
 def after_steps(bench: Bench, count: int) -> Callable[[], bool]:

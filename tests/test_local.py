@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from stand_in import END, StandInModel, StandInTemplate, StandInTokenizer
 
-from engine.api import Event, Finished, Message, PrefillProgress, Reply, Request, SamplingParams, TextDelta
+from engine.api import Event, Finished, Message, PrefillProgress, Progress, Reply, Request, SamplingParams, TextDelta
 from engine.errors import ContextExceededError, EngineError, TemplateError, UsageError
 from engine.local import LocalEngine
 from engine.memory import MemoryPlan
@@ -72,7 +72,7 @@ def test_text_streams_and_joins_to_the_reply(engine: LocalEngine) -> None:
     reply = engine.chat("hello", sampling=GREEDY, max_tokens=20)
     assert "".join(engine.stream("hello", sampling=GREEDY, max_tokens=20)) == reply.text
     events = list(engine.generate(Request(messages=(Message(role="user", content="hello"),), max_tokens=3)))
-    assert {type(event) for event in events} <= {PrefillProgress, TextDelta, Finished}
+    assert {type(event) for event in events} <= {PrefillProgress, Progress, TextDelta, Finished}
 
 
 def test_tokens_are_counted_without_being_evaluated(engine: LocalEngine) -> None:
