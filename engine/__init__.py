@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.api import SpeculationMode
+    from engine.api import KVType, SpeculationMode
     from engine.local import LocalEngine
 
 __all__ = ["load"]
@@ -24,6 +24,7 @@ def load(
     speculation: SpeculationMode = "off",
     kv_folder: str | Path | None = None,
     kv_cap_bytes: int = 8_000_000_000,
+    kv_type: KVType = "f16",
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -35,6 +36,7 @@ def load(
     speculation    guess tokens ahead: the same replies, faster where they repeat text; a request may say otherwise
     kv_folder      where conversations' caches are kept as files, to go on after a restart; None: nowhere
     kv_cap_bytes   bytes of all these files; beyond it those not used for longest are removed, and a notice says so
+    kv_type        how keys and values are kept: `f16`, `q8_0` (about half of it, other words), `f32` (twice as much)
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -51,4 +53,5 @@ def load(
         speculation=speculation,
         kv_folder=None if kv_folder is None else Path(kv_folder),
         kv_cap_bytes=kv_cap_bytes,
+        kv_type=kv_type,
     )

@@ -23,6 +23,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 SpeculationMode = Literal["off", "ngram"]
 """How tokens are guessed ahead. `ngram`: from what stands earlier in the conversation. The words are the same."""
 
+KVType = Literal["f16", "q8_0", "f32"]
+"""How keys and values are kept. With the type the words may change; within one, nothing else changes them."""
+
 
 def _check(ok: bool, message: str) -> None:
     if not ok:
@@ -329,11 +332,14 @@ class ModelInfo:
     context_size: int
     train_context_size: int
     kv_bytes_per_token: int
+    """Layers x 2 x width of K or V x bytes of a number, scales included."""
     weight_bytes: int
     backend: str
     kernels: str
     """Such as "AVX-512 VNNI"."""
     threads: int
+    kv_type: str = ""
+    """Of `KVType`. "" if not known."""
     identity: str = ""
     """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
     session_reuse: str = ""

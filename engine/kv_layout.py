@@ -5,16 +5,21 @@ Both go into the header of a `.giw-kv` file (`kv_file.py`), which is packed and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import struct
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.api import KVType
 from engine.arch import ModelConfig
+from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 
 MAGIC, VERSION = b"GIW kv cache", 1
@@ -38,6 +43,19 @@ class KVLayout:
 
     num_layers: int
     parts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, kv_type: KVType) -> KVLayout:
+        """As compiled code has it (`kernels/kv_types.py`): keys, values, and behind each its scales, if any."""
+        heads, dim = config.num_kv_heads, config.head_dim
+        if kv_type == "q8_0":
+            runs = runs_of(dim)
+            return cls(
+                num_layers=config.num_layers,
+                parts=((heads * dim, 1), (heads * runs, 2), (heads, dim), (heads, 2 * runs)),
+            )
+        size = 4 if kv_type == "f32" else 2
+        return cls(num_layers=config.num_layers, parts=((heads * dim, size), (heads, size * dim)))
 
     @property
     def position_bytes(self) -> int:
@@ -89,19 +107,17 @@ class Identity:
     numerics_version: int = NUMERICS_VERSION
 
     @classmethod
-    def of(cls, config: ModelConfig, content_hash: str) -> Identity:
-        """Of a model with its K/V in f16."""
-        arch, heads = config.arch, config.num_kv_heads
+    def of(cls, config: ModelConfig, content_hash: str, kv_type: KVType = "f16") -> Identity:
+        """Of a model with its K/V in this type."""
+        arch = config.arch
         rope = [config.rope_base, config.rope_dim, config.rope_scale, list(config.rope_factors)]
         rope += [arch.neox_rope, arch.local_rope_base, arch.local_layers, config.window]
         return cls(
             model=bytes.fromhex(content_hash),
             architecture=config.architecture,
             rope=hashlib.sha256(json.dumps(rope).encode()).digest(),
-            kv_type="f16",
-            layout=KVLayout(
-                num_layers=config.num_layers, parts=((heads * config.head_dim, 2), (heads, 2 * config.head_dim))
-            ),
+            kv_type=kv_type,
+            layout=KVLayout.of(config, kv_type),
         )
 
     def __post_init__(self) -> None:
@@ -118,7 +134,7 @@ class Identity:
         if self.rope != mine.rope:
             return "made with other RoPE settings"
         if self.kv_type != mine.kv_type:
-            return f"its keys and values are {self.kv_type}, and {mine.kv_type} is in use"
+            return f"made with another KV type, {self.kv_type}, and {mine.kv_type} is in use"
         if self.layout != mine.layout:
             return "its blocks are laid out differently"
         if self.numerics_version != mine.numerics_version:
@@ -182,6 +198,25 @@ def read_header(start: bytes) -> tuple[bytes, Identity]:
         layout=KVLayout(num_layers=num_layers, parts=tuple(_PART.iter_unpack(parts))),
         numerics_version=numerics,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What a file says of its K/V, for listings."""
+
+    kv_type: str
+    position_bytes: int
+    """Of one position in all layers."""
+
+
+def format_of(path: Path) -> KVFormat | None:
+    """None where there is no file of ours, or its header cannot be read. A link is not followed."""
+    with contextlib.suppress(OSError, HeaderError):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            _, identity = read_header(file.read(MAX_HEADER_BYTES))
+            return KVFormat(identity.kv_type, identity.layout.position_bytes)
+    return None
 
 
 def _text(field: bytes) -> str:

@@ -16,7 +16,18 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self, get_args
 
-from engine.api import Event, Finished, Message, ModelInfo, Reply, Request, SamplingParams, SpeculationMode, TextDelta
+from engine.api import (
+    Event,
+    Finished,
+    KVType,
+    Message,
+    ModelInfo,
+    Reply,
+    Request,
+    SamplingParams,
+    SpeculationMode,
+    TextDelta,
+)
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
 from engine.cpu import MAX_THREADS
@@ -60,6 +71,7 @@ class LocalEngine:
         speculation: SpeculationMode = "off",
         kv_folder: Path | None = None,
         kv_cap_bytes: int = CAP_BYTES,
+        kv_type: KVType = "f16",
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
@@ -67,6 +79,8 @@ class LocalEngine:
         if speculation not in get_args(SpeculationMode):
             known = ", ".join(get_args(SpeculationMode))
             raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
+        if kv_type not in get_args(KVType):
+            raise UsageError(f"unknown type of K and V {kv_type!r}; there is: {', '.join(get_args(KVType))}")
         if threads is not None and not 1 <= threads <= MAX_THREADS:
             raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
         if kv_cap_bytes < 0:
@@ -83,7 +97,7 @@ class LocalEngine:
                     f"{path.name}: the tokenizer has {tokenizer.vocab_size:,} tokens and the model only "
                     f"{config.vocab_size:,}: the file's parts do not belong together"
                 )
-            weight_bytes, block_bytes = Model.estimate(gguf)
+            weight_bytes, block_bytes = Model.estimate(gguf, kv_type)
             plan = plan_memory(
                 name=path.name,
                 weight_bytes=weight_bytes,
@@ -94,12 +108,17 @@ class LocalEngine:
                 available=available_memory(),
             )
             model = Model.load(
-                gguf, threads=threads, max_rows=MAX_ROWS, max_positions=plan.context_size, progress=progress
+                gguf,
+                threads=threads,
+                max_rows=MAX_ROWS,
+                max_positions=plan.context_size,
+                kv_type=kv_type,
+                progress=progress,
             )
             undo.callback(model.close)
             engine = cls(gguf, tokenizer, template, model, plan, kv_sessions, speculation)
             if kv_folder is not None and kv_sessions > 0:
-                engine.keep_in(kv_folder, Identity.of(config, engine.info.identity), kv_cap_bytes)
+                engine.keep_in(kv_folder, Identity.of(config, engine.info.identity, kv_type), kv_cap_bytes)
             undo.pop_all()
             return engine
 
@@ -390,6 +409,7 @@ def _model_info(
         backend="cpu",
         kernels=model.kernels,
         threads=model.threads,
+        kv_type=model.kv_type,
         identity=gguf.content_hash(),
         notices=(*tokenizer.notices, *template.notices, *plan.notices),
     )

@@ -16,22 +16,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.cpu import usable_threads
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART, STATE
 from engine.kernels.build import CompiledKernels
 from engine.kernels.dot import ActivationLayout, layout_for
+from engine.kernels.kv_types import runs_of
 from engine.kernels.matmul import matmul_module
-from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
+from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
 from engine.kernels.target import detect
 from engine.kernels.workers import Workers
 from engine.kv_cache import BLOCK_SIZE, KVPool
+from engine.kv_layout import KVLayout
 from engine.weights import Matrix, Weights, load_vector, zeroed
 
 MAX_WANTED = 64
 """Rows of logits one step can return."""
 LINE = 64
+_NUMBER_BYTES: dict[KVType, int] = {"f16": 2, "f32": 4, "q8_0": 1}
 
 Progress = Callable[[str, float], None]
 
@@ -69,6 +73,7 @@ class Model:
         threads: int | None = None,
         max_rows: int = 512,
         max_positions: int | None = None,
+        kv_type: KVType = "f16",
         progress: Progress | None = None,
     ) -> Model:
         """Load the weights and compile the kernels that are not in the cache yet.
@@ -76,20 +81,29 @@ class Model:
         `threads` defaults to the physical cores this process may use, `max_positions` to the trained context.
         Raises UnsupportedModelError, ModelFileError or OutOfMemoryError.
         """
-        return cls(gguf, threads or usable_threads(), max_rows, max_positions, progress or (lambda text, share: None))
+        said = progress or (lambda text, share: None)
+        return cls(gguf, threads or usable_threads(), max_rows, max_positions, kv_type, said)
 
     @staticmethod
-    def estimate(gguf: GGUFFile) -> tuple[int, int]:
+    def estimate(gguf: GGUFFile, kv_type: KVType = "f16") -> tuple[int, int]:
         """(bytes of weights in memory, bytes of a KV block) of a model that is not loaded yet."""
         layers = _Layers(gguf, ModelConfig.from_gguf(gguf))
-        return sum(m.num_bytes for m in layers.matrices), _kv_block_bytes(layers.config)
+        return sum(m.num_bytes for m in layers.matrices), KVLayout.of(layers.config, kv_type).block_bytes
 
     def __init__(
-        self, gguf: GGUFFile, threads: int, max_rows: int, max_positions: int | None, progress: Progress
+        self,
+        gguf: GGUFFile,
+        threads: int,
+        max_rows: int,
+        max_positions: int | None,
+        kv_type: KVType,
+        progress: Progress,
     ) -> None:
         assert threads > 0
         assert max_rows > 0
         self.config = ModelConfig.from_gguf(gguf)
+        self.kv_type: KVType = kv_type
+        self.kv_layout = KVLayout.of(self.config, kv_type)
         self.threads = threads
         self.max_rows = max_rows
         self.max_positions = max_positions or self.config.train_context_size
@@ -113,8 +127,8 @@ class Model:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one block of the KV cache: 64 positions of all layers, keys and values in f16."""
-        return _kv_block_bytes(self.config)
+        """Bytes of one block of the KV cache: keys and values of 64 positions of all layers."""
+        return self.kv_layout.block_bytes
 
     def _load_kernels(self) -> None:
         def core() -> str:
@@ -145,6 +159,9 @@ class Model:
             "eps": b.constants[0:].ctypes.data,
             "scale": b.constants[1:].ctypes.data,
             "kv_block_bytes": self.kv_block_bytes,
+            "kv_stored": Stored[self.kv_type.upper()],
+            "kv_head_bytes": BLOCK_SIZE * c.head_dim * _NUMBER_BYTES[self.kv_type],
+            "kv_scale_bytes": BLOCK_SIZE * 2 * runs_of(c.head_dim) if self.kv_type == "q8_0" else 0,
             "ids": b.ids.ctypes.data,
             "positions": b.positions.ctypes.data,
             "table_rows": b.table_rows.ctypes.data,
@@ -211,10 +228,6 @@ class Model:
         """End the threads and free the memory. The model cannot be used after this."""
         self._workers.close()
         self._weights.close()
-
-
-def _kv_block_bytes(c: ModelConfig) -> int:
-    return c.num_layers * 2 * c.num_kv_heads * c.head_dim * BLOCK_SIZE * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +410,7 @@ class _Program:
         self._add(Op.NORM, activation=self._hidden, weight=self._vector(f"blk.{n}.attn_norm", c.hidden_size))
         self._multiply(self._hidden, layer.qkv, b.qkv)
         local = c.is_local(n)
-        kv_offset = n * (_kv_block_bytes(c) // c.num_layers)
+        kv_offset = n * (self._model.kv_block_bytes // c.num_layers)
         cos, sin = self._rope[local]
         self._add(
             Op.HEADS,

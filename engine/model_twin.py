@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
 from engine.quant import row_bytes
 
 Floats = NDArray[np.float32]
+Cached = Floats | NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,9 @@ class Step:
 
     logits: Floats
     """[T, V]."""
-    keys: NDArray[np.float16]
-    """[layers, T, G, D], as the cache holds them."""
-    values: NDArray[np.float16]
+    keys: Cached
+    """[layers, T, G, D], as the cache holds them; q8_0 as what it stands for."""
+    values: Cached
     """[layers, T, G, D]."""
 
 
@@ -59,7 +61,7 @@ class _Tensors:
         return twins.matmul(self._gguf.tensors[name].type, self._rows(name), x)
 
 
-def forward(gguf: GGUFFile, ids: Sequence[int]) -> Step:
+def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16") -> Step:
     """Logits and cache of a conversation of T tokens, at positions 0 .. T-1."""
     c, t = ModelConfig.from_gguf(gguf), _Tensors(gguf)
     x = t.rows("token_embd.weight", ids)
@@ -67,7 +69,8 @@ def forward(gguf: GGUFFile, ids: Sequence[int]) -> Step:
         x = x * np.float32(math.sqrt(c.hidden_size))
     cache = []
     for n in range(c.num_layers):
-        q, k, v = _heads(c, t, n, x)
+        q, *computed = _heads(c, t, n, x)
+        k, v = (twins.kept(y, kv_type) for y in computed)
         cache.append((k, v))
         window = c.window if c.is_local(n) else 0
         seen = twins.attention(q, k, v, np.arange(len(ids)), window).reshape(len(ids), -1)
@@ -79,10 +82,8 @@ def forward(gguf: GGUFFile, ids: Sequence[int]) -> Step:
     return Step(t.multiply(head, normed), keys, values)
 
 
-def _heads(
-    c: ModelConfig, t: _Tensors, layer: int, x: Floats
-) -> tuple[Floats, NDArray[np.float16], NDArray[np.float16]]:
-    """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f16 of a layer."""
+def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats, Floats]:
+    """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f32 of a layer."""
     normed = twins.normed(x, t.vector(f"blk.{layer}.attn_norm.weight"), c.norm_eps)
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
     heads = []
@@ -95,7 +96,7 @@ def _heads(
             y = twins.normed(y, t.vector(f"blk.{layer}.{name}_norm.weight"), c.norm_eps)
         heads.append(y if name == "attn_v" else twins.rotate(y, cos, sin, c.arch.neox_rope))
     q, k, v = heads
-    return q * np.float32(c.attention_scale), twins.to_half(k), twins.to_half(v)
+    return q * np.float32(c.attention_scale), k, v
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:

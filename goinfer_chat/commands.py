@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from engine.api import ModelInfo
 from goinfer_chat.agent import Agent
 from goinfer_chat.conversation_commands import CONVERSATION_COMMANDS, called, cost
 from goinfer_chat.registry import Command, Outcome, Registry
@@ -50,12 +51,19 @@ def _params(agent: Agent, _argument: str) -> Outcome:
         ("system", agent.settings.system or "none"),
         ("model", f"{info.name} ({info.architecture}, {info.quantization}, {info.num_parameters:,} parameters)"),
         ("context", f"{used:,} of {info.context_size:,} tokens used"),
-        ("cache", f"{info.kv_bytes_per_token:,} bytes a token, {used * info.kv_bytes_per_token:,} in all"),
+        ("cache", _cache(info, used)),
         ("conversation", called(agent)),
         ("engine", f"{info.backend}, {info.kernels}, {info.threads} threads"),
     ]
     width = max(len(name) for name, _ in rows)
     return Outcome("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def _cache(info: ModelInfo, used: int) -> str:
+    """What the K/V of a position take, those of this conversation, and those of a full context."""
+    each = info.kv_bytes_per_token
+    kv_type = f"{info.kv_type}, " if info.kv_type else ""
+    return f"{kv_type}{each:,} bytes a token, {used * each:,} in all, {info.context_size * each:,} when full"
 
 
 def _show(agent: Agent, setting: Setting) -> str:

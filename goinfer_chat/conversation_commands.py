@@ -9,7 +9,7 @@ from typing import Final
 
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent
-from goinfer_chat.listing import HEADINGS, cells_of, columns, counted, excerpt, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, SHORT, cells_of, columns, counted, excerpt, hit_lines, name_of, when
 from goinfer_chat.registry import Command, Outcome
 from goinfer_chat.settings import parse_int
 from goinfer_chat.terminal import sanitize, true_text
@@ -86,10 +86,10 @@ def _sessions(agent: Agent, argument: str) -> Outcome:
     if not conversations:
         return Outcome("No conversations are kept.")
     present = agent.live.id if agent.live else None
-    rows: list[tuple[str, ...]] = [("", *HEADINGS[:5])]
+    rows: list[tuple[str, ...]] = [("", *HEADINGS[:SHORT])]
     for conversation in conversations[:limit]:
-        cells = cells_of(conversation, agent.conversations.store.kv_bytes(conversation.id))
-        rows.append(("*" if conversation.id == present else "", *cells[:5]))
+        cells = cells_of(agent.conversations.store, conversation)
+        rows.append(("*" if conversation.id == present else "", *cells[:SHORT]))
     more = ["/sessions N shows more"] if len(conversations) > limit else []
     return Outcome("\n".join([*columns(rows), *more]))
 

@@ -7,9 +7,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from goinfer_chat.store import Conversation, SearchHit
+    from goinfer_chat.store import Conversation, SearchHit, Store
 
-HEADINGS: Final = ("name", "last used", "messages", "tokens", "cache", "model", "id")
+HEADINGS: Final = ("name", "last used", "messages", "tokens", "cache", "a token", "model", "id")
+SHORT: Final = 6
+"""How many of them a list at the prompt has."""
 
 
 def name_of(conversation: Conversation) -> str:
@@ -31,9 +33,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def cells_of(conversation: Conversation, kv_bytes: int) -> tuple[str, ...]:
+def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     """Cells below `HEADINGS`."""
     from goinfer_chat.fetch import size
+
+    kv_bytes, kv_format = store.kv_bytes(conversation.id), store.kv_format(conversation.id)
 
     return (
         name_of(conversation),
@@ -41,6 +45,7 @@ def cells_of(conversation: Conversation, kv_bytes: int) -> tuple[str, ...]:
         f"{conversation.num_messages:,}",
         "" if conversation.context_tokens is None else f"{conversation.context_tokens:,}",
         size(kv_bytes) if kv_bytes else "",
+        f"{kv_format.position_bytes:,} bytes ({kv_format.kv_type})" if kv_format else "",
         conversation.model.name if conversation.model else "",
         conversation.id,
     )

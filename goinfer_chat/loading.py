@@ -34,6 +34,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             kv_sessions=settings.kv_sessions,
             kv_folder=kv_folder,
             kv_cap_bytes=settings.kv_cap_bytes,
+            kv_type=settings.kv_type,
             progress=progress,
         )
     except MemoryError as error:

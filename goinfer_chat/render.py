@@ -146,7 +146,11 @@ def banner(info: ModelInfo) -> list[str]:
 
 
 def reuse_line(info: ModelInfo) -> str:
-    line = f"{info.session_reuse} | cache {info.kv_bytes_per_token:,} bytes a token"
+    from goinfer_chat.fetch import size
+
+    kv_type = f" ({info.kv_type})" if info.kv_type else ""
+    in_all = size(info.kv_bytes_per_token * info.context_size)
+    line = f"{info.session_reuse} | cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"
     if info.kept_conversations:
         conversations = f"{info.kept_conversations} conversation{'s' if info.kept_conversations != 1 else ''}"
         line += f" | {conversations} back with {info.kept_tokens or 0:,} tokens in {info.kept_ms or 0:,.0f} ms"

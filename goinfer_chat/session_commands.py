@@ -17,7 +17,7 @@ from goinfer_chat.listing import HEADINGS, cells_of, columns, hit_lines, name_of
 from goinfer_chat.terminal import Stream, true_text
 
 if TYPE_CHECKING:
-    from goinfer_chat.store import Store, StoredMessage
+    from goinfer_chat.store import Conversation, Store, StoredMessage
 
 
 def _take_session_dir(context: typer.Context, folder: str | None) -> str | None:
@@ -159,20 +159,30 @@ def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
 
     out = Stream(sys.stdout)
     with _store(context) as store:
-        conversations = [(conversation, store.kv_bytes(conversation.id)) for conversation in store.recent(limit)]
-    if as_json:
-        for conversation, kv_bytes in conversations:
-            _write_json(out, asdict(conversation) | {"kv_bytes": kv_bytes})
-        return 0
+        conversations = store.recent(limit)
+        if as_json:
+            for conversation in conversations:
+                _write_json(out, _as_json(store, conversation))
+            return 0
+        rows = [cells_of(store, conversation) for conversation in conversations]
     if not conversations:
         Stream(sys.stderr).line("no conversations are kept")
         return 0
-    for line in columns([HEADINGS, *(cells_of(conversation, kv_bytes) for conversation, kv_bytes in conversations)]):
+    for line in columns([HEADINGS, *rows]):
         out.line(line)
     if kept := list_kept(session_folder(context.obj["session_dir"])):
         total = sum(file.num_bytes for file in kept)
         Stream(sys.stderr).line(f"caches: {size(total)} of at most {size(_kv_cap_bytes())} (--kv-cap)", dim=True)
     return 0
+
+
+def _as_json(store: Store, conversation: Conversation) -> dict[str, Any]:
+    kv_format = store.kv_format(conversation.id)
+    return asdict(conversation) | {
+        "kv_bytes": store.kv_bytes(conversation.id),
+        "kv_bytes_per_token": kv_format.position_bytes if kv_format else None,
+        "kv_type": kv_format.kv_type if kv_format else None,
+    }
 
 
 def _kv_cap_bytes() -> int:

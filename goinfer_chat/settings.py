@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, get_args
 
-from engine.api import SamplingParams, SpeculationMode
+from engine.api import KVType, SamplingParams, SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.terminal import true_text
 
@@ -31,6 +31,7 @@ class Settings:
     """A file whose template takes the place of the model's."""
     kv_sessions: int = 4
     kv_cap_bytes: int = 8_000_000_000
+    kv_type: KVType = "f16"
     speculation: SpeculationMode = "off"
     session_dir: str | None = None
     continue_last: bool = False
@@ -54,6 +55,8 @@ class Settings:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
         if self.kv_sessions < 0:
             raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
+        if self.kv_type not in get_args(KVType):
+            raise UsageError(f"unknown kv {self.kv_type!r}; there is: {', '.join(get_args(KVType))}")
         if self.speculation not in get_args(SpeculationMode):
             raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}")
         if self.continue_last + self.ephemeral + (self.resume is not None) + (self.save is not None) > 1:
@@ -174,6 +177,13 @@ SETTINGS: Final = (
     Setting(flag="ctx", field="context_size", parse=optional(parse_int), help="Context in tokens, as memory allows."),
     Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine."),
     Setting(flag="chat-template", parse=str, help="A template in place of the model's own.", argument="FILE"),
+    Setting(
+        flag="kv",
+        field="kv_type",
+        parse=true_text,
+        help="How the cache keeps keys and values: q8_0 takes half of f16 and changes the words.",
+        argument="|".join(get_args(KVType)),
+    ),
     Setting(flag="kv-sessions", parse=parse_int, help="Conversations that stay read in memory; 0 turns reuse off."),
     Setting(
         flag="kv-cap",

@@ -28,6 +28,7 @@ class StandInModel:
     """`script(position) -> id or None` forces the reply; without one the logits come from the cache's contents."""
 
     kv_block_bytes = BLOCK_SIZE * 8
+    kv_type = "f16"
     weight_bytes = 1000
     kernels = "stand-in"
     threads = 1

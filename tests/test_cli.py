@@ -346,7 +346,7 @@ def test_a_flag_counts_before_its_variable_and_a_variable_before_the_default() -
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
 def test_every_setting_has_a_variable_that_reaches_it(setting) -> None:
-    text = {"backend": "cpu", "spec": "ngram"}.get(setting.flag, "on" if setting.switch else "1")
+    text = {"backend": "cpu", "spec": "ngram", "kv": "q8_0"}.get(setting.flag, "on" if setting.switch else "1")
     values = {"GOINFER_CHAT_JSON": "on", setting.variable: text}
     assert resolve({}, values).value(setting.name) == setting.parse(text)
 

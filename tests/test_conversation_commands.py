@@ -316,7 +316,7 @@ def test_sessions_lists_them_and_marks_the_one_that_goes_on(start: Start) -> Non
         play(agent, question)
     run(agent, "resume first")
     header, *rows = run(agent, "sessions").text.splitlines()
-    assert header.split() == ["name", "last", "used", "messages", "tokens", "cache"]
+    assert header.split() == ["name", "last", "used", "messages", "tokens", "cache", "a", "token"]
     assert [row.split()[:2] for row in rows[:2]] == [["*", "first"], ["third", rows[1].split()[1]]]
     assert run(agent, "sessions 2").text.splitlines()[-1] == "/sessions N shows more"
 
@@ -482,7 +482,7 @@ def test_commands_after_which_the_next_turn_reads_again_say_how_much(start: Star
     assert "again" not in run(agent, "system").text
     assert run(agent, "system Be brief.").text == "System prompt: Be brief. The next turn reads 13 tokens again."
     assert run(agent, "system none").text == "There is no system prompt."
-    assert "cache              1 bytes a token, 8 in all" in run(agent, "params").text
+    assert "cache              1 bytes a token, 8 in all, 8,192 when full" in run(agent, "params").text
     run(agent, "undo")
     assert "again" not in run(agent, "system Be brief.").text
     play(agent, "a b c")

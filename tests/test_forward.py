@@ -23,8 +23,10 @@ from kernel_calls import assert_same_bits, target_named
 from tiny_models import write_tiny_model
 
 from engine import model_twin
+from engine.api import KVType
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import open_gguf
+from engine.kernels import twins
 from engine.kernels.plan import QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
@@ -104,6 +106,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 every_model = pytest.mark.parametrize("name", MODELS)
+# Head sizes of 48 and 80 end in a run of 16 numbers in q8_0.
+OTHER_TYPES: list[tuple[str, KVType]] = [("llama", "q8_0"), ("qwen3", "q8_0"), ("gemma3", "q8_0"), ("llama", "f32")]
+every_model_and_type = pytest.mark.parametrize(("name", "kv_type"), [*((name, "f16") for name in MODELS), *OTHER_TYPES])
 
 
 # ---------------------------------------------------------------- running steps
@@ -147,20 +152,39 @@ class Runner:
         return np.concatenate(found)
 
     def cache(self, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [layers, S, G, D] f16 of a conversation, out of the pool's blocks."""
-        c = self.model.config
-        memory = self.pool.memory[table.blocks].view(np.float16)
-        halves = memory.reshape(-1, c.num_layers, 2, c.num_kv_heads, BLOCK_SIZE * c.head_dim)
-        keys = halves[:, :, 0].reshape(*halves[:, :, 0].shape[:3], c.head_dim, BLOCK_SIZE).transpose(1, 0, 4, 2, 3)
-        values = halves[:, :, 1].reshape(*halves[:, :, 1].shape[:3], BLOCK_SIZE, c.head_dim).transpose(1, 0, 3, 2, 4)
-        flat = (c.num_layers, -1, c.num_kv_heads, c.head_dim)
-        return keys.reshape(flat)[:, : len(table)], values.reshape(flat)[:, : len(table)]
+        """Keys and values [layers, S, G, D] of a conversation, out of the pool's blocks; q8_0 as what it stands for."""
+        c, kv_type = self.model.config, self.model.kv_type
+        number = {"f16": np.float16, "f32": np.float32, "q8_0": np.int8}[kv_type]
+        runs = -(-c.head_dim // 32) if kv_type == "q8_0" else 0
+        memory = self.pool.memory[table.blocks].reshape(len(table.blocks), c.num_layers, 2, -1)
+        split = c.num_kv_heads * c.head_dim * BLOCK_SIZE * np.dtype(number).itemsize
+
+        def positions(part: np.ndarray, which: int, width: int) -> np.ndarray:
+            """[layers, S, G, width] of numbers or scales of the keys (0) or values (1)."""
+            shape = (width, BLOCK_SIZE) if which == 0 else (BLOCK_SIZE, width)
+            heads = part.reshape(*part.shape[:2], c.num_kv_heads, *shape)
+            if which == 0:
+                heads = heads.swapaxes(-1, -2)
+            flat = (c.num_layers, -1, c.num_kv_heads, width)
+            return heads.transpose(1, 0, 3, 2, 4).reshape(flat)[:, : len(table)]
+
+        found = []
+        for which in (0, 1):
+            numbers = np.ascontiguousarray(memory[:, :, which, :split]).view(number)
+            cached = positions(numbers, which, c.head_dim)
+            if runs:
+                scales = np.ascontiguousarray(memory[:, :, which, split:]).view(np.float16)
+                cached = twins.from_q8_0(cached, positions(scales, which, runs))
+            found.append(cached)
+        return found[0], found[1]
 
 
 @contextmanager
-def running(path: Path, *, threads: int = 1, positions: int = 1024, blocks: int = 64) -> Iterator[Runner]:
+def running(
+    path: Path, *, threads: int = 1, positions: int = 1024, blocks: int = 64, kv_type: KVType = "f16"
+) -> Iterator[Runner]:
     with open_gguf(path) as gguf:
-        model = Model.load(gguf, threads=threads, max_positions=positions)
+        model = Model.load(gguf, threads=threads, max_positions=positions, kv_type=kv_type)
         try:
             pool = KVPool(model.kv_block_bytes, blocks)
             model.bind_pool(pool)
@@ -191,15 +215,17 @@ def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[np.ndar
 
 
 # ---------------------------------------------------------------- against NumPy
-@every_model
-def test_the_compiled_step_has_the_bits_of_the_numpy_step(name: str, tiny: Callable[[str], Path]) -> None:
+@every_model_and_type
+def test_the_compiled_step_has_the_bits_of_the_numpy_step(
+    name: str, kv_type: KVType, tiny: Callable[[str], Path]
+) -> None:
     ids = tokens(70)  # beyond a block, and beyond the window
     with open_gguf(tiny(name)) as gguf:
-        expected = model_twin.forward(gguf, ids)
+        expected = model_twin.forward(gguf, ids, kv_type)
     assert np.isfinite(expected.logits).all()
     assert expected.logits.std() > 0.1
     for threads in (1, 2):
-        with running(tiny(name), threads=threads) as runner:
+        with running(tiny(name), threads=threads, kv_type=kv_type) as runner:
             table = runner.table()
             logits = [runner.step((table, ids[first : first + 35])) for first in (0, 35)]
             assert_same_bits(np.concatenate(logits), expected.logits)
@@ -239,8 +265,8 @@ LENGTH = 600
 PROBES = [*range(0, LENGTH, 40), 63, 64, 511, 512, 513]
 
 
-@every_model
-def test_chunks_and_threads_do_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+@every_model_and_type
+def test_chunks_and_threads_do_not_show(name: str, kv_type: KVType, tiny: Callable[[str], Path]) -> None:
     ids = tokens(LENGTH)
     expected = None
     # Threads wait for each other long where other work shares the CPUs: most single rows are left to one thread, and
@@ -251,7 +277,7 @@ def test_chunks_and_threads_do_not_show(name: str, tiny: Callable[[str], Path]) 
         (2, (2, 1), 490),
         (3, (512, 64), 0),
     ):
-        with running(tiny(name), threads=threads) as runner:
+        with running(tiny(name), threads=threads, kv_type=kv_type) as runner:
             for chunk in chunks:
                 table = runner.table()
                 logits = [runner.feed(table, ids[:late], 512, PROBES)[:-1]] if late else []
@@ -371,10 +397,10 @@ def test_a_forked_conversation_goes_on_as_if_it_had_never_been_another(name: str
         assert_same_bits(runner.feed(table, other, 11, range(140)), expected[1])
 
 
-@every_model
-def test_what_a_block_held_before_does_not_show(name: str, tiny: Callable[[str], Path]) -> None:
+@every_model_and_type
+def test_what_a_block_held_before_does_not_show(name: str, kv_type: KVType, tiny: Callable[[str], Path]) -> None:
     ids = tokens(90)
-    with running(tiny(name), threads=2, blocks=3) as runner:
+    with running(tiny(name), threads=2, blocks=3, kv_type=kv_type) as runner:
         table = runner.table()
         clean = runner.feed(table, ids, 37, range(64, 90))
         table.release()
@@ -401,8 +427,8 @@ def test_a_model_that_is_closed_and_freed_leaves_another_alone(tiny: Callable[[s
 def checksum(folder: str) -> str:
     """Of logits and caches of all MODELS in a folder, in mixed chunks and with two threads."""
     digest = hashlib.sha256()
-    for name in MODELS:
-        with running(Path(folder) / f"{name}.gguf", threads=2) as runner:
+    for name, kv_type in [*((name, "f16") for name in MODELS), *OTHER_TYPES]:
+        with running(Path(folder) / f"{name}.gguf", threads=2, kv_type=kv_type) as runner:
             table = runner.table()
             for chunk in (90, 1, 5):
                 digest.update(runner.feed(table, tokens(91, seed=chunk), chunk, range(0, 300, 3)).tobytes())

@@ -23,6 +23,7 @@ from kv_conversations import ODD, SMALL, Conversation, identity, restored
 from tiny_models import write_tiny_model
 
 from engine import kv_file
+from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
@@ -340,7 +341,7 @@ def test_a_save_looks_at_what_nobody_restored_before_it_counts_it_as_saved(path:
         ({"model": b"x" * 32}, "made with another model"),
         ({"architecture": "qwen2"}, "made with architecture qwen2, and this is llama"),
         ({"rope": b"x" * 32}, "made with other RoPE settings"),
-        ({"kv_type": "q8_0"}, "its keys and values are q8_0, and f16 is in use"),
+        ({"kv_type": "q8_0"}, "made with another KV type, q8_0, and f16 is in use"),
         ({"layout": KVLayout(num_layers=1, parts=((2, 1), (1, 4)))}, "its blocks are laid out differently"),
         ({"layout": ODD}, "its blocks are laid out differently"),
         ({"numerics_version": 7}, "made with version 7 of the numerics, and this is 1"),
@@ -528,15 +529,17 @@ def test_a_start_that_another_conversation_holds_is_shared_and_the_rest_comes_fr
 
 
 # ---------------------------------------------------------------------- with a real model
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(
+    ("architecture", "kv_type"), [("qwen2", "f16"), ("gemma3", "f16"), ("gemma3", "q8_0"), ("qwen2", "f32")]
+)
 def test_a_restored_conversation_goes_on_with_the_same_bits(
-    tmp_path: Path, path: Path, architecture: Literal["qwen2", "gemma3"]
+    tmp_path: Path, path: Path, architecture: Literal["qwen2", "gemma3"], kv_type: KVType
 ) -> None:
     ids = np.random.default_rng(1).integers(5, 200, 230).tolist()
-    with open_gguf(write_tiny_model(tmp_path / "model.gguf", architecture)) as gguf:
-        model = Model.load(gguf, threads=1, max_rows=64, max_positions=256)
+    with open_gguf(write_tiny_model(tmp_path / "model.gguf", architecture, head_dim=80)) as gguf:
+        model = Model.load(gguf, threads=1, max_rows=64, max_positions=256, kv_type=kv_type)
         try:
-            mine = Identity.of(model.config, gguf.content_hash())
+            mine = Identity.of(model.config, gguf.content_hash(), kv_type)
             assert mine.layout.block_bytes == model.kv_block_bytes
             pool = KVPool(model.kv_block_bytes, 8)
             table = BlockTable(pool)

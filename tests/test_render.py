@@ -261,6 +261,7 @@ INFO = ModelInfo(
     context_size=8192,
     train_context_size=8192,
     kv_bytes_per_token=23040,
+    kv_type="f16",
     weight_bytes=96_000_000,
     backend="cpu",
     kernels="AVX-512 VNNI",
@@ -279,7 +280,8 @@ def test_the_banner_has_at_most_four_lines_with_model_context_and_kernels(notice
 def test_the_banner_says_what_stays_in_memory_and_what_came_back_from_the_disk() -> None:
     reuse = "session reuse: on (4 conversations kept prefilled)"
     info = replace(INFO, session_reuse=reuse, kept_conversations=0, kept_tokens=0, kept_ms=0.1)
-    assert banner(info)[1] == f"{reuse} | cache 23,040 bytes a token"
+    cache = "cache 23,040 bytes a token (f16), 188.7 MB when full"
+    assert banner(info)[1] == f"{reuse} | {cache}"
     info = replace(info, kept_conversations=2, kept_tokens=3020, kept_ms=11.6)
-    assert banner(info)[1] == f"{reuse} | cache 23,040 bytes a token | 2 conversations back with 3,020 tokens in 12 ms"
+    assert banner(info)[1] == f"{reuse} | {cache} | 2 conversations back with 3,020 tokens in 12 ms"
     assert len(banner(INFO)) == 2

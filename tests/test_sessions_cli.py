@@ -8,12 +8,15 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
+from kv_conversations import identity
 
 from engine.api import Message, TurnStats
 from engine.errors import UsageError
+from engine.kv_layout import KVLayout, pack_header
 from goinfer_chat.session_commands import sessions_app
 from goinfer_chat.store import ConversationInUseError, ModelRef, Store, StoreError
 
@@ -52,12 +55,24 @@ def test_the_list_shows_the_one_used_last_first_with_its_figures(sessions, store
     store.kv_path(first).write_bytes(b"x" * 2_500_000)
     header, *rows = [line.split("  ") for line in sessions()[0].splitlines()]
     assert [cell.strip() for cell in header if cell] == [
-        "name", "last used", "messages", "tokens", "cache", "model", "id",
+        "name", "last used", "messages", "tokens", "cache", "a token", "model", "id",
     ]  # fmt: skip
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[0] for row in cells] == ["Why is the sky blue?", "First"]
     assert cells[1][2:] == ["4", "1,234", "2.5 MB", "tiny", first]
     assert sessions("list", "--limit", "1")[0].count("\n") == 2
+
+
+def test_the_list_says_what_a_token_takes_in_each_cache_and_in_which_type(sessions, store) -> None:
+    """28 layers, K and V, a width of 256, and bytes of a number: as Qwen2.5 1.5B has them."""
+    for kv_type, num_bytes in (("f16", 28_672), ("f32", 57_344), ("q8_0", 15_232)):
+        id = kept(store, ("one", "1"), name=kv_type)
+        sizes = SimpleNamespace(num_layers=28, num_kv_heads=2, head_dim=128)
+        mine = identity(KVLayout.of(sizes, kv_type), kv_type=kv_type)
+        store.kv_path(id).write_bytes(pack_header(mine, bytes(16)))
+        assert f"  {num_bytes:,} bytes ({kv_type})  " in sessions()[0]
+        shown = json.loads(sessions("list", "--json", "--limit", "1")[0])
+        assert (shown["kv_bytes_per_token"], shown["kv_type"]) == (num_bytes, kv_type)
 
 
 def test_the_list_says_what_all_caches_take_on_the_disk_and_what_they_may(

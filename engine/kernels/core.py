@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kernels import attention, rows
+from engine.kernels import attention, kv_types, rows
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
 from engine.kernels.target import Target
@@ -23,8 +23,14 @@ def kernels(target: Target) -> dict[str, Kernel]:
         "norm_vector": rows.norm_vector,
         "rotate_neox": rows.rotate(True),
         "rotate_pairs": rows.rotate(False),
-        "store_key": rows.store_key,
-        "store_value": rows.store_value,
+        "store_key_f16": kv_types.store_key_f16,
+        "store_value_f16": kv_types.store_value_f16,
+        "store_key_f32": kv_types.store_key_f32,
+        "store_value_f32": kv_types.store_value_f32,
+        "store_key_q8_0": kv_types.store_key_q8_0,
+        "store_value_q8_0": kv_types.store_value_q8_0,
+        "widen_keys_q8_0": kv_types.widen_keys_q8_0,
+        "widen_values_q8_0": kv_types.widen_values_q8_0,
         "scores_narrow": attention.scores(True, target.query_tiles),
         "scores_wide": attention.scores(False, target.query_tiles),
         "weigh_narrow": attention.weigh(True, target.query_tiles),

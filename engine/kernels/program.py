@@ -35,6 +35,14 @@ class Op(IntEnum):
     """x += out / rms(out) * weight."""
 
 
+class Stored(IntEnum):
+    """How the cache has its numbers (`kv_types.py`)."""
+
+    F16 = 0
+    F32 = 1
+    Q8_0 = 2
+
+
 def _record(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
@@ -100,6 +108,9 @@ CONTEXT = _record(
     "scale",  # address of an f32: what q is multiplied with
     "kv_memory",
     "kv_block_bytes",
+    "kv_stored",  # of Stored
+    "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
+    "kv_scale_bytes",  # of their scales; 0: there are none
     # the rows of this step
     "num_rows",
     "num_wanted",

@@ -1,4 +1,4 @@
-"""Kernels on single rows: norms, activation functions, quantization, rotary embedding, writing K and V.
+"""Kernels on single rows: norms, activation functions, quantization, rotary embedding.
 
 Each works on a stretch of one row, so that several threads can share even a single row. Lengths are multiples of 16
 floats, those that are quantized multiples of the block. `twins` says each of them in NumPy.
@@ -10,7 +10,6 @@ from typing import Literal
 
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import (
-    F16,
     F32,
     I8,
     I16,
@@ -33,8 +32,6 @@ GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
 
 TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
-
-LARGEST_HALF = 65504.0
 
 
 def _squares(b: KernelBuilder, x: Value, n: Int) -> Value:
@@ -215,26 +212,3 @@ def rotate(neox: bool) -> Kernel:
                 b.write(b.pick(turned_u, turned_v, [j // 2 + 8 * (j % 2) for j in range(16)]), x, b.times(i, 64))
 
     return emit
-
-
-def _narrow(b: KernelBuilder, x: Value) -> Value:
-    """f16 of 16 floats, the largest f16 for what is beyond it: positions a row does not see are multiplied by zero."""
-    x = b.select(b.fcmp_ordered(">", x, fill(VF, LARGEST_HALF)), fill(VF, LARGEST_HALF), x)
-    x = b.select(b.fcmp_ordered("<", x, fill(VF, -LARGEST_HALF)), fill(VF, -LARGEST_HALF), x)
-    return b.fptrunc(x, vector(F16, 16))
-
-
-def store_key(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
-    """n floats as f16 into one column of a block of keys [n][64]: 128 bytes apart."""
-    x, dst = b.pointer(x), b.pointer(dst)
-    with b.loop(b.sdiv(n, I64(16))) as i:
-        narrow = _narrow(b, b.read(VF, x, b.times(i, 64)))
-        for j in range(16):
-            b.write(b.extract_element(narrow, I32(j)), dst, b.times(i, 16 * 128), 128 * j)
-
-
-def store_value(b: KernelBuilder, x: Value, dst: Value, n: Value) -> None:
-    """n floats as f16 into one row of a block of values [64][n]."""
-    x, dst = b.pointer(x), b.pointer(dst)
-    with b.loop(b.sdiv(n, I64(16))) as i:
-        b.write(_narrow(b, b.read(VF, x, b.times(i, 64))), dst, b.times(i, 32))

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.api import KVType
 from engine.kernels.attention import PART
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
-from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, LARGEST_HALF, TINY
+from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
+from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
 Floats = NDArray[np.float32]
@@ -199,9 +201,35 @@ def rotate(x: Floats, cos: Floats, sin: Floats, neox: bool) -> Floats:
     return out
 
 
+# ---------------------------------------------------------------- keys and values
 def to_half(x: Floats) -> Halves:
-    """K and V as they are stored: f16, rounded half to even, always finite (`rows.store_key`, `rows.store_value`)."""
+    """K and V in f16: rounded half to even, always finite (`kv_types.py`)."""
     return np.clip(x, -np.float32(LARGEST_HALF), np.float32(LARGEST_HALF)).astype(np.float16)
+
+
+def to_q8_0(x: Floats) -> tuple[NDArray[np.int8], Halves]:
+    """K and V x [..., D] in q8_0: numbers [..., D] and scales [..., runs] (`kv_types.py`)."""
+    padding = -x.shape[-1] % RUN
+    runs = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]).reshape(*x.shape[:-1], -1, RUN)
+    top = np.abs(runs).max(axis=-1) / np.float32(127)
+    scales = np.minimum(top, np.float32(LARGEST_HALF)).astype(np.float16)
+    divisor = np.where(scales == 0, np.float32(1), scales.astype(np.float32))
+    levels = np.clip(np.rint(runs / divisor[..., None]), -127, 127).astype(np.int8)
+    return levels.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scales
+
+
+def from_q8_0(q: NDArray[np.int8], scales: Halves) -> Floats:
+    """[..., D] f32 of numbers [..., D] and scales [..., runs]."""
+    return q.astype(np.float32) * np.repeat(scales.astype(np.float32), RUN, axis=-1)[..., : q.shape[-1]]
+
+
+def kept(x: Floats, kv_type: KVType) -> Floats | Halves:
+    """K or V as attention finds it in the cache."""
+    if kv_type == "f16":
+        return to_half(x)
+    if kv_type == "q8_0":
+        return from_q8_0(*to_q8_0(x))
+    return np.clip(x, -np.float32(LARGEST_FLOAT), np.float32(LARGEST_FLOAT))
 
 
 # ---------------------------------------------------------------- attention
@@ -267,7 +295,7 @@ def finish(state: State) -> Floats:
     return state.values / state.total[..., None]
 
 
-def attention(q: Floats, keys: Halves, values: Halves, positions: Ints, window: int = 0) -> Floats:
+def attention(q: Floats, keys: Floats | Halves, values: Floats | Halves, positions: Ints, window: int = 0) -> Floats:
     """[T, H, D] f32 of q [T, H, D] at `positions` [T] against keys and values [S, G, D] (`walk.attend`, `walk.merge`).
 
     A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Softmax
@@ -275,7 +303,9 @@ def attention(q: Floats, keys: Halves, values: Halves, positions: Ints, window: 
     """
     T, H, _ = q.shape
     first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
-    k, v = (np.repeat(x, H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values))  # [H, S, D]
+    k, v = (
+        np.repeat(x.astype(np.float32), H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values)
+    )  # [H, S, D]
     # Merging a part into the empty state leaves the part as it is: exp(0) is 1, and the rest is multiplied by 0.
     state = State(np.full((T, H), -np.inf, np.float32), np.zeros((T, H), np.float32), np.zeros_like(q))
     for start in range(0, len(keys), PART):

@@ -25,7 +25,7 @@ from engine.kernels.attention import BLOCK, PART, STATE
 from engine.kernels.core import kernels
 from engine.kernels.ir import emit_module
 from engine.kernels.plan import GATED_ROWS, L2_BYTES, QUERY_TILE, SPLIT_ROWS, WIDE_QUERIES
-from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op
+from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
 from engine.kernels.target import Target
 
 SPINS = 20_000
@@ -149,7 +149,10 @@ add_normed = _kernel("add_normed", 5)
 add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
 norm_vector = _kernel("norm_vector", 4)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
-store_key, store_value = _kernel("store_key", 3), _kernel("store_value", 3)
+store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_value_f16", 3)
+store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
+store_key_q8_0, store_value_q8_0 = _kernel("store_key_q8_0", 4), _kernel("store_value_q8_0", 4)
+widen_keys_q8_0, widen_values_q8_0 = _kernel("widen_keys_q8_0", 4), _kernel("widen_values_q8_0", 4)
 scores_narrow, scores_wide = _kernel("scores_narrow", 5), _kernel("scores_wide", 5)
 weigh_narrow, weigh_wide = _kernel("weigh_narrow", 6), _kernel("weigh_wide", 6)
 widen, softmax = _kernel("widen", 3), _kernel("softmax", 6)
@@ -286,10 +289,52 @@ def gated(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
 def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) -> int:
     """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
     table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
-    size = BLOCK * c.head_dim * 2
     start = c.kv_memory + int32_at(table + 4 * block) * c.kv_block_bytes + op.kv_offset
-    address: int = start + (values * c.num_kv_heads + head) * size
+    address: int = start + values * c.num_kv_heads * (c.kv_head_bytes + c.kv_scale_bytes) + head * c.kv_head_bytes
     return address
+
+
+@compiled
+def scales_of(c: Record, numbers: int, head: int) -> int:
+    """Address of the scales of a KV head's keys or values: they follow the numbers of all heads."""
+    address: int = numbers + (c.num_kv_heads - head) * c.kv_head_bytes + head * c.kv_scale_bytes
+    return address
+
+
+@compiled
+def store(c: Record, x: int, numbers: int, head: int, slot: int, values: int) -> None:
+    """A head's key or value of one position into its slot of a block."""
+    dim = c.head_dim
+    if c.kv_stored == Stored.F16:
+        if values:
+            store_value_f16(x, numbers + slot * dim * 2, dim)
+        else:
+            store_key_f16(x, numbers + slot * 2, dim)
+    elif c.kv_stored == Stored.F32:
+        if values:
+            store_value_f32(x, numbers + slot * dim * 4, dim)
+        else:
+            store_key_f32(x, numbers + slot * 4, dim)
+    else:
+        scales = scales_of(c, numbers, head)
+        if values:
+            store_value_q8_0(x, numbers + slot * dim, scales + slot * (c.kv_scale_bytes // BLOCK), dim)
+        else:
+            store_key_q8_0(x, numbers + slot, scales + slot * 2, dim)
+
+
+@compiled
+def as_floats(c: Record, numbers: int, head: int, values: int, wide: int) -> int:
+    """Address of a block's keys or values of a head in f32: where they are, or in `wide`."""
+    if c.kv_stored == Stored.F32:
+        return numbers
+    if c.kv_stored == Stored.F16:
+        widen(numbers, wide, BLOCK * c.head_dim)
+    elif values:
+        widen_values_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+    else:
+        widen_keys_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+    return wide
 
 
 @compiled
@@ -314,11 +359,10 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
         slot = position % BLOCK
         if is_query:
             scale_vector(x, c.scale, dim)
-        elif is_value:
-            head = h - c.num_heads - c.num_kv_heads
-            store_value(x, cached(c, op, r, position // BLOCK, 1, head) + slot * dim * 2, dim)
         else:
-            store_key(x, cached(c, op, r, position // BLOCK, 0, h - c.num_heads) + slot * 2, dim)
+            values = 1 if is_value else 0
+            head = h - c.num_heads - values * c.num_kv_heads
+            store(c, x, cached(c, op, r, position // BLOCK, values, head), head, slot, values)
 
 
 @compiled
@@ -371,14 +415,13 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
     high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
     blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
-    many = n >= WIDE_QUERIES
+    narrow = c.kv_stored == Stored.F16 and n < WIDE_QUERIES
     for b in range(low, blocks):
         keys = cached(c, op, r0, first + b, 0, head)
-        if many:
-            widen(keys, wide, BLOCK * dim)
-            scores_wide(queries, n, wide, weights + b * BLOCK * 4, dim)
-        else:
+        if narrow:
             scores_narrow(queries, n, keys, weights + b * BLOCK * 4, dim)
+        else:
+            scores_wide(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim)
     for i in range(n):
         position = int32_at(c.positions + 4 * (r0 + i // group))
         seen_from = max(0, first_seen(position, window) - start)
@@ -386,11 +429,10 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         softmax(weights + i * PART * 4, seen_from, seen_to, blocks * BLOCK, int64_at(states + 8 * i), dim)
     for b in range(low, blocks):
         values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
-        if many:
-            widen(values, wide, BLOCK * dim)
-            weigh_wide(weights + b * BLOCK * 4, n, wide, positions, states, dim)
-        else:
+        if narrow:
             weigh_narrow(weights + b * BLOCK * 4, n, values, positions, states, dim)
+        else:
+            weigh_wide(weights + b * BLOCK * 4, n, as_floats(c, values, head, 1, wide), positions, states, dim)
     for i in range(n):
         r, h = r0 + i // group, head * group + i % group
         place = c.states + ((r * c.num_heads + h) * slots) * state_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from engine.errors import UsageError
 from engine.kv_folder import SUFFIX
@@ -32,6 +32,9 @@ from goinfer_chat.store.records import (
     SearchHit,
     StoredMessage,
 )
+
+if TYPE_CHECKING:
+    from engine.kv_layout import KVFormat
 
 DRAFT_SECONDS: Final = 1.0
 """How much of a running reply a crash may cost."""
@@ -261,6 +264,12 @@ class Store:
             return self.kv_path(id).lstat().st_size
         except OSError:
             return 0
+
+    def kv_format(self, id: str) -> KVFormat | None:
+        """What its numbers are and what a position takes; None when there is no file that says so."""
+        from engine.kv_layout import format_of
+
+        return format_of(self.kv_path(id)) if self.kv_bytes(id) else None
 
     # ------------------------------------------------------------------------------------------------------------------
 
