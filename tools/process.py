@@ -1,0 +1,165 @@
+"""Programs that are started for a model: without a terminal, without input, ended with everything they started.
+
+A program gets a session of its own, so it has no terminal to wait for, and an empty standard input. When it ends, or
+its time is up, or the call is cancelled, its process group is ended; and so are processes that left the group, which
+are found by a mark in their environment where the system shows it (Linux).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from tools.errors import ToolError
+from tools.output import HeadAndTail
+
+MARK: Final = "GOINFER_CHAT_TOOL_CALL"
+POLL_SECONDS: Final = 0.02
+POLITE_SECONDS: Final = 0.3
+"""Between SIGTERM and SIGKILL."""
+DRAIN_SECONDS: Final = 0.2
+"""For output that is still in the pipe when all is ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a program ended, and what it wrote to standard output and standard error, in the order of writing."""
+
+    how: Literal["exited", "timeout", "cancelled"]
+    code: int
+    """The exit code; -n: by signal n."""
+    output: str
+    left_running: bool
+    """Whether it left processes behind, which were ended."""
+
+
+def run_program(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    cancel: threading.Event,
+    output_limit: int,
+    stdin: int | None = None,
+) -> Ended:
+    """Run a program to its end. `stdin`: a descriptor that it reads; None: nothing to read.
+
+    Raises ToolError when it cannot be started.
+    """
+    mark = secrets.token_hex(16)
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, MARK: mark},
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            restore_signals=True,
+        )
+    except FileNotFoundError:
+        raise ToolError(f"there is no program {command[0]!r} here") from None
+    except PermissionError:
+        raise ToolError(f"{command[0]!r} is not a program that may be run") from None
+    except (OSError, ValueError) as error:
+        raise ToolError(f"{command[0]!r} cannot be run: {error}") from error
+    output = HeadAndTail(output_limit)
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        how = _follow(process, pipe.fileno(), output, time.monotonic() + timeout_seconds, cancel)
+        left = _end_all(process, mark, pipe.fileno(), output, polite=how != "exited")
+        code = process.wait()
+        _drain(pipe.fileno(), output, time.monotonic() + DRAIN_SECONDS)
+    return Ended(how=how, code=code, output=output.text(), left_running=left)
+
+
+def _follow(
+    process: subprocess.Popen[bytes], pipe: int, output: HeadAndTail, deadline: float, cancel: threading.Event
+) -> Literal["exited", "timeout", "cancelled"]:
+    """Collect output until the program itself has ended, whoever else holds the pipe."""
+    while True:
+        _read(pipe, output, POLL_SECONDS)
+        if _has_ended(process):
+            return "exited"
+        if cancel.is_set():
+            return "cancelled"
+        if time.monotonic() >= deadline:
+            return "timeout"
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Not waited for yet: its number stays its group's until then, and nobody else's."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end_all(process: subprocess.Popen[bytes], mark: str, pipe: int, output: HeadAndTail, *, polite: bool) -> bool:
+    """End everything that the program started. Whether there was something besides itself."""
+    others = bool(_marked(mark, process.pid)) if _has_ended(process) else True
+    if polite:
+        _signal_group(process.pid, signal.SIGTERM)
+        until = time.monotonic() + POLITE_SECONDS
+        while time.monotonic() < until and not (_has_ended(process) and not _marked(mark, process.pid)):
+            _read(pipe, output, POLL_SECONDS)
+    _signal_group(process.pid, signal.SIGKILL)
+    for _ in range(10):  # one that is forking meanwhile is found the next time
+        found = _marked(mark, process.pid)
+        if not found:
+            break
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return others
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+        os.killpg(group, number)
+
+
+def _marked(mark: str, leader: int) -> list[int]:
+    """Processes with this mark in their environment, besides the leader. Empty where the system does not show it."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == leader:
+                continue
+            with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if wanted in file.read():
+                    found.append(int(name))
+    return found
+
+
+def _read(pipe: int, output: HeadAndTail, seconds: float) -> bool:
+    """Take in what comes within that time; False at the end of the pipe."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        if not selector.select(seconds):
+            return True
+    try:
+        data = os.read(pipe, 1 << 16)
+    except BlockingIOError:
+        return True
+    output.add(data)
+    if not data:
+        time.sleep(seconds)  # closed, though the program goes on
+    return bool(data)
+
+
+def _drain(pipe: int, output: HeadAndTail, deadline: float) -> None:
+    while _read(pipe, output, 0) and time.monotonic() < deadline:
+        pass
