@@ -25,6 +25,8 @@ def load(
     kv_folder: str | Path | None = None,
     kv_cap_bytes: int = 8_000_000_000,
     kv_type: KVType = "f16",
+    max_concurrent: int = 4,
+    prefill_chunk: int | None = None,
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -37,6 +39,8 @@ def load(
     kv_folder      where conversations' caches are kept as files, to go on after a restart; None: nowhere
     kv_cap_bytes   bytes of all these files; beyond it those not used for longest are removed, and a notice says so
     kv_type        how keys and values are kept: `f16`, `q8_0` (about half of it, other words), `f32` (twice as much)
+    max_concurrent how many replies share a step; further requests wait
+    prefill_chunk  rows of prompts in a step while others decode; None: as many as take about a tenth of a second
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -54,4 +58,6 @@ def load(
         kv_folder=None if kv_folder is None else Path(kv_folder),
         kv_cap_bytes=kv_cap_bytes,
         kv_type=kv_type,
+        max_concurrent=max_concurrent,
+        prefill_chunk=prefill_chunk,
     )

@@ -353,7 +353,7 @@ class ModelInfo:
 
 
 class Engine(Protocol):
-    """A loaded model that answers requests. One request runs at a time; close() frees the memory."""
+    """A loaded model that answers requests, several at once from any threads; close() frees the memory."""
 
     @property
     def info(self) -> ModelInfo: ...

@@ -1,11 +1,9 @@
-"""The engine loop: schedule -> forward -> accept.
+"""One reply in the making: the ids of prompt and reply, the table of what has K/V, the state of sampling and decoding.
 
-A `Generation` is one reply in the making: the ids of prompt and reply, the table of what has K/V, and the state of
-sampling and decoding. Whatever ids have no K/V yet are what it schedules next: chunks of the prompt, then each drawn
-token. A step runs the scheduled rows of all running generations in one forward call and hands each its logits.
+Whatever ids have no K/V yet are what a `Generation` schedules next: chunks of the prompt, then each drawn token.
+`step.py` runs the scheduled rows of all running generations in one forward call and hands each its logits.
 
-By the contract of the numerics no result depends on how the rows are cut, so `PrefillPace` is free to choose chunks
-that leave room to look for a cancellation often enough. For the same reason a step may run tokens that are only
+By the contract of the numerics no result depends on how the rows are cut. So a step may run tokens that are only
 guessed (`speculate.py`): from each row is drawn what plain decoding draws at that position, and a guess is kept if it
 is what was drawn. The first row behind a wrong guess ends the step. Only what was drawn ever reaches ids, text, stop
 strings and table, so there is nothing to take back.
@@ -13,10 +11,8 @@ strings and table, so there is nothing to take back.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -26,7 +22,6 @@ from numpy.typing import NDArray
 
 from engine.api import (
     Event,
-    Finished,
     FinishReason,
     Logprob,
     PrefillProgress,
@@ -37,19 +32,14 @@ from engine.api import (
     TokenLogprobs,
     TurnStats,
 )
-from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError
-from engine.model import MAX_WANTED, Batch
+from engine.kv_cache import BlockTable
+from engine.model import MAX_WANTED
 from engine.sampler import Sampler, log_probabilities
-from engine.sessions import Sessions
 from engine.speculate import Speculation, StepTime
 from engine.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from engine.model import Model
     from engine.tokenizer import Tokenizer
-
-MAX_ROWS = 512
-"""Rows of one step at most."""
 
 PROGRESS_SECONDS = 0.1
 """Between two Progress events: as often as an eye follows a number, and seldom enough to cost nothing."""
@@ -72,34 +62,6 @@ class Rows:
     @property
     def draft(self) -> list[int]:
         return self.ids[len(self.ids) - self.num_drafted :]
-
-
-class PrefillPace:
-    """How many prompt rows a step takes, so that it ends within `target_seconds` on this machine.
-
-    The speed is measured chunk by chunk and kept from request to request; the first chunk is small. Less than 8 rows
-    cost about as much as 8, so no chunk is cut smaller.
-    """
-
-    def __init__(self, target_seconds: float = 0.25, max_rows: int = MAX_ROWS) -> None:
-        self._target = target_seconds
-        self._max_rows = max_rows
-        self._fits = min(32, max_rows)
-
-    def rows(self, remaining: int) -> int:
-        """Rows of the next chunk when `remaining` are left: about equal chunks, in multiples of 64 where those fit."""
-        if remaining <= self._fits:
-            return remaining
-        even = math.ceil(remaining / math.ceil(remaining / self._fits))
-        return min(self._fits, math.ceil(even / 64) * 64)
-
-    def measured(self, num_rows: int, seconds: float) -> None:
-        """Learn from a step. Few rows cost more each than many do: they only count when even they took too long."""
-        if num_rows < 8 or (num_rows < min(self._fits, 64) and seconds <= self._target):
-            return
-        fits = min(self._max_rows, int(num_rows * self._target / max(seconds, 1e-6)))
-        unit = 64 if fits >= 64 else 8
-        self._fits = max(8, fits // unit * unit)
 
 
 class Generation:
@@ -143,18 +105,43 @@ class Generation:
         self._prefill_seconds = 0.0
         self._decode_tokens = 0
         self._decode_seconds = 0.0
+        self._given_up_to = 0
+        self._reached = len(table)  # positions that have had K/V, also where they had to be given back
+        self.put_back = False
+        """It gave its K/V back for others to go on."""
+        self.error: Exception | None = None
+        """Why it cannot go on."""
 
     @property
     def done(self) -> bool:
         """Finished, and every id of the reply has K/V: the next turn reuses all of it."""
         if self.finish_reason is None:
             return False
-        return len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
+        return self.put_back or len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
 
-    def schedule(self, pace: PrefillPace, num_running: int = 1) -> Rows:
-        """What to run next; logits are wanted of a last row that something is drawn from, and of guesses after it."""
+    @property
+    def remaining(self) -> int:
+        """Ids that have no K/V yet: the rest of the prompt, or what was drawn last."""
+        return len(self.ids) - len(self.table)
+
+    def give_way(self) -> None:
+        """Give back all K/V, for others to go on. The ids are kept, and evaluated again when there is room for all."""
+        self._given_up_to = len(self.ids)
+        self.table.truncate(0)
+        self.put_back = True
+
+    @property
+    def behind(self) -> bool:
+        """It gave way, and has not yet got back to where it was."""
+        return len(self.table) < self._given_up_to
+
+    def schedule(self, max_rows: int, num_running: int = 1) -> Rows:
+        """What to run next: at most `max_rows` ids, and guesses after the last one if the model draws there.
+
+        Logits are wanted of a last row that something is drawn from, and of guesses.
+        """
         start = len(self.table)
-        ids = self.ids[start : start + pace.rows(len(self.ids) - start)]
+        ids = self.ids[start : start + max_rows]
         draws = self.finish_reason is None and start + len(ids) == len(self.ids)
         if self.speculation is None or not draws or start < self._num_prompt:
             return Rows(self.table, ids, num_wanted=int(draws))
@@ -167,10 +154,11 @@ class Generation:
         self.table.append(rows.known)
         length = len(self.table)
         prefilled = length <= self._num_prompt
-        if prefilled:
-            self._prefill_tokens += len(rows.ids)
+        if prefilled and length > self._reached:
+            self._prefill_tokens += length - self._reached
             self._prefill_seconds += perf_counter() - started
             self.events.append(PrefillProgress(length, self._num_prompt, self._num_reused))
+        self._reached = max(self._reached, length)
         if not len(logits):
             return
         drawn = self._draw_all(rows.draft, logits)
@@ -317,71 +305,3 @@ class Generation:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count and seconds > 0 else None
-
-
-def run(
-    generation: Generation, model: Model, sessions: Sessions, pace: PrefillPace, cancelled: Callable[[], bool]
-) -> Iterator[Event]:
-    """Events of one reply, ending with Finished. `cancelled` is asked before every step.
-
-    The caller may stop at any event: ids and K/V of the table agree at each.
-    """
-    while not generation.done:
-        if cancelled():
-            generation.cancel()
-        if not generation.done:
-            step(model, sessions, [generation], pace)
-        yield from generation.take_events()
-    yield Finished(generation.reply())
-
-
-def step(model: Model, sessions: Sessions, running: Sequence[Generation], pace: PrefillPace) -> None:
-    """One forward call over the scheduled rows of all `running` generations.
-
-    Raises CacheFullError when their positions do not fit even with every idle conversation evicted.
-    """
-    started = perf_counter()
-    scheduled = [_reserve(sessions, generation.schedule(pace, len(running))) for generation in running]
-    num_rows, num_wanted = sum(len(rows.ids) for rows in scheduled), sum(rows.num_wanted for rows in scheduled)
-    num_drafted = sum(rows.num_drafted for rows in scheduled)
-    begun = perf_counter()
-    logits = model.forward(to_batch(scheduled))
-    seconds = perf_counter() - begun
-    if not num_drafted:
-        pace.measured(num_rows, perf_counter() - started)
-    costs = next((generation.speculation.costs for generation in running if generation.speculation), None)
-    if costs is not None and num_wanted == num_rows:  # nothing but decoding
-        costs.measured(num_rows, num_drafted, max(len(rows.table) for rows in scheduled), seconds)
-    time = StepTime(seconds, num_rows, len(running))
-    for generation, rows in zip(running, scheduled):
-        generation.accept(rows, logits[: rows.num_wanted], started, time)
-        logits = logits[rows.num_wanted :]
-
-
-def _reserve(sessions: Sessions, rows: Rows) -> Rows:
-    """Make room for the rows. Guesses that would cost another conversation its cache are left out."""
-    if rows.num_drafted:
-        with suppress(CacheFullError):
-            rows.table.reserve(len(rows.ids))
-            return rows
-        ids = rows.ids[: BLOCK_SIZE - len(rows.table) % BLOCK_SIZE]  # in the block that one row needs anyway
-        rows = Rows(rows.table, ids, num_wanted=len(ids), num_drafted=len(ids) - 1)
-    sessions.reserve(rows.table, len(rows.ids))
-    return rows
-
-
-def to_batch(scheduled: Sequence[Rows]) -> Batch:
-    """The rows of one step: those of a table side by side, their positions counting on from its length."""
-    tables = [rows.table for rows in scheduled]
-    counts = [len(rows.ids) for rows in scheduled]
-    blocks = np.zeros((len(tables), max(len(table.blocks) for table in tables)), np.int32)
-    for i, table in enumerate(tables):
-        blocks[i, : len(table.blocks)] = table.blocks
-    wanted = [np.arange(end - rows.num_wanted, end) for end, rows in zip(np.cumsum(counts), scheduled)]
-    return Batch(
-        ids=np.array([token for rows in scheduled for token in rows.ids], np.int32),
-        positions=np.concatenate([np.arange(len(t), len(t) + n, dtype=np.int32) for t, n in zip(tables, counts)]),
-        tables=blocks,
-        table_rows=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
-        want=np.concatenate(wanted).astype(np.int32),
-    )

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
-from engine.api import Event, Finished, Notice, TurnStats
+from engine.api import Notice, Reply, TurnStats
 from engine.errors import UsageError
 from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
 from engine.kv_file import Identity, KVFile
@@ -264,29 +264,32 @@ class KeptTurn:
         if line is not None:
             self._notices.append(Notice(line))
 
-    def follow(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The turn's events with notices between them, and its figures at the end; saves as it goes on."""
-        yield from self._take_notices()
-        for event in events:
-            if isinstance(event, Finished):
-                self.finish()
-                yield from self._take_notices()
-                self._files.learn(event.reply.stats)
-                event = Finished(replace(event.reply, stats=self._figures(event.reply.stats)))
-            elif not self._failed and perf_counter() - self._saved_at >= SAVE_SECONDS:
-                self._failed = self._save(sync=False) is not None  # said at the end, if it still fails then
-                self._saved_at = perf_counter()
-            yield event
+    def take_notices(self) -> list[Notice]:
+        """What there is to say and has not been said."""
+        notices, self._notices = self._notices, []
+        return notices
 
-    def finish(self) -> None:
+    def keep_up(self) -> None:
+        """Save what there is, if that is long ago."""
+        if not self._failed and perf_counter() - self._saved_at >= SAVE_SECONDS:
+            self._failed = self._save(sync=False) is not None  # said at the end, if it still fails then
+            self._saved_at = perf_counter()
+
+    def finish(self, *, save: bool = True) -> None:
         """Save all of it, and keep to the cap. May be called again; raises nothing."""
         if self._finished:
             return
         self._finished = True
-        self.say(self._save(sync=True))
+        if save:
+            self.say(self._save(sync=True))
         if self._num_bytes:
             self.say(self._files.make_room())
         self._files.pause(self._conversation)
+
+    def described(self, reply: Reply) -> Reply:
+        """A reply with the figures of its conversation's file."""
+        self._files.learn(reply.stats)
+        return replace(reply, stats=self._figures(reply.stats))
 
     def _save(self, *, sync: bool) -> str | None:
         """Why it failed, or None."""
@@ -297,10 +300,6 @@ class KeptTurn:
         if num_bytes is not None:
             self._num_bytes = (self._num_bytes or 0) + num_bytes
         return None
-
-    def _take_notices(self) -> list[Notice]:
-        notices, self._notices = self._notices, []
-        return notices
 
     def _figures(self, stats: TurnStats) -> TurnStats:
         restored = self.restored

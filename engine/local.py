@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import secrets
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +29,7 @@ from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
 from engine.cpu import MAX_THREADS
 from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
-from engine.generate import MAX_ROWS, Generation, PrefillPace, Rows, run, to_batch
+from engine.generate import Generation, Rows
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kept_files import CAP_BYTES, KeptFiles
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
@@ -41,8 +38,10 @@ from engine.kv_layout import Identity
 from engine.memory import MemoryPlan, available_memory, plan_memory
 from engine.model import MAX_WANTED, Model
 from engine.sampler import log_probabilities
+from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler
 from engine.sessions import Sessions
 from engine.speculate import Speculator
+from engine.step import MAX_ROWS, to_batch
 from engine.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
@@ -56,7 +55,7 @@ _FILE_TYPES = {
 
 
 class LocalEngine:
-    """A loaded model that answers requests, one at a time; others wait. Usable as a context manager."""
+    """A loaded model that answers requests, several at once. Usable as a context manager."""
 
     @classmethod
     def load(
@@ -72,6 +71,8 @@ class LocalEngine:
         kv_folder: Path | None = None,
         kv_cap_bytes: int = CAP_BYTES,
         kv_type: KVType = "f16",
+        max_concurrent: int = 4,
+        prefill_chunk: int | None = None,
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
@@ -85,6 +86,10 @@ class LocalEngine:
             raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
         if kv_cap_bytes < 0:
             raise UsageError(f"the bytes of kept caches must be 0 or more, not {kv_cap_bytes}")
+        if not 1 <= max_concurrent <= MAX_CONCURRENT:
+            raise UsageError(f"max_concurrent must be between 1 and {MAX_CONCURRENT}, not {max_concurrent}")
+        if prefill_chunk is not None and not 1 <= prefill_chunk <= MAX_ROWS:
+            raise UsageError(f"prefill_chunk must be between 1 and {MAX_ROWS}, not {prefill_chunk}")
         if kv_folder is not None and kv_sessions > 0:
             prepare(kv_folder)
         with ExitStack() as undo:
@@ -116,7 +121,17 @@ class LocalEngine:
                 progress=progress,
             )
             undo.callback(model.close)
-            engine = cls(gguf, tokenizer, template, model, plan, kv_sessions, speculation)
+            engine = cls(
+                gguf,
+                tokenizer,
+                template,
+                model,
+                plan,
+                kv_sessions,
+                speculation,
+                max_concurrent=max_concurrent,
+                prefill_chunk=prefill_chunk,
+            )
             if kv_folder is not None and kv_sessions > 0:
                 engine.keep_in(kv_folder, Identity.of(config, engine.info.identity, kv_type), kv_cap_bytes)
             undo.pop_all()
@@ -131,6 +146,9 @@ class LocalEngine:
         plan: MemoryPlan,
         kv_sessions: int,
         speculation: SpeculationMode = "off",
+        *,
+        max_concurrent: int = 4,
+        prefill_chunk: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -143,15 +161,9 @@ class LocalEngine:
         model.bind_pool(self._pool)
         self._sessions = Sessions(self._pool, kv_sessions)
         self._kv_sessions = kv_sessions
-        self._kept: KeptFiles | None = None
-        self._pace = PrefillPace()
         self._speculation = speculation
         self._speculator = Speculator()
-        self._lock = threading.Lock()  # held while a request runs; not reentrant, any thread may drive the iterator
-        self._closing = threading.Event()
-        self._closed = False
-        self._to_forget: set[str] = set()
-        self._runs: weakref.WeakSet[Generator[Event, None, None]] = weakref.WeakSet()
+        self._scheduler = Scheduler(model, self._sessions, max_concurrent=max_concurrent, prefill_chunk=prefill_chunk)
 
     def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
         """Keep conversations' caches in a prepared folder too, and bring back the last ones. Before the first request.
@@ -159,9 +171,9 @@ class LocalEngine:
         `load` calls it.
         """
         assert self._kv_sessions > 0
-        assert self._kept is None
-        self._kept = KeptFiles(folder, identity, self._pool, self._sessions, cap_bytes)
-        reloaded = self._kept.reload(self._kv_sessions, self.info.context_size)
+        assert self._scheduler.kept is None
+        self._scheduler.kept = KeptFiles(folder, identity, self._pool, self._sessions, cap_bytes)
+        reloaded = self._scheduler.kept.reload(self._kv_sessions, self.info.context_size)
         self.info = replace(
             self.info,
             kept_conversations=reloaded.num_conversations,
@@ -173,8 +185,8 @@ class LocalEngine:
         """Events of one reply, ending with Finished.
 
         Raises at once, with nothing evaluated or changed: TemplateError, ContextExceededError, UsageError for ids
-        that the model does not have, EngineError when the engine is closed. Waits for the request that is running;
-        a request that is cancelled meanwhile ends without having run.
+        that the model does not have, EngineError when the engine is closed. A request that finds no place, or another
+        one of its conversation running, waits; one that is cancelled meanwhile ends without having run.
         """
         submitted = perf_counter()
         self._check_open()
@@ -185,9 +197,21 @@ class LocalEngine:
             raise ContextExceededError(len(prompt_ids), self.info.context_size)
         if request.messages and self.template.stop:
             request = replace(request, stop=(*request.stop, *self.template.stop))
-        events = self._run(request, prompt_ids, submitted)
-        self._runs.add(events)
-        return events
+
+        def start(table: BlockTable) -> Generation:
+            off = (request.speculation or self._speculation) == "off"
+            return Generation(
+                request,
+                prompt_ids,
+                table,
+                self.tokenizer,
+                seed=secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed,
+                context_size=self.info.context_size,
+                submitted=submitted,
+                speculation=None if off else self._speculator.begin(table, self.tokenizer.end_ids),
+            )
+
+        return self._scheduler.submit(request, prompt_ids, start)
 
     def count_tokens(self, request: Request) -> int:
         """Prompt tokens this request would have. Raises TemplateError or UsageError."""
@@ -229,15 +253,16 @@ class LocalEngine:
         self._check_ids(ids, "the text")
         if len(ids) > self.info.context_size:
             raise ContextExceededError(len(ids), self.info.context_size)
+        self._check_open()
         scores: list[float] = []
-        with self._lock:
-            self._check_open()
-            table = BlockTable(self._pool)
-            try:
-                while len(table) < len(ids) - 1:  # the last id predicts nothing that is asked for
-                    part = list(ids[len(table) : min(len(table) + MAX_WANTED, len(ids) - 1)])
-                    end = len(table) + len(part)
-                    rows = Rows(table, part, num_wanted=min(len(part), max(0, end - first + 1)))
+        table = BlockTable(self._pool)
+        try:
+            while len(table) < len(ids) - 1:  # the last id predicts nothing that is asked for
+                part = list(ids[len(table) : min(len(table) + MAX_WANTED, len(ids) - 1)])
+                end = len(table) + len(part)
+                rows = Rows(table, part, num_wanted=min(len(part), max(0, end - first + 1)))
+                with self._scheduler.writing():  # between the steps of replies
+                    self._check_open()
                     self._sessions.reserve(table, len(part))
                     logits = self._model.forward(to_batch([rows]))
                     table.append(part)
@@ -245,42 +270,23 @@ class LocalEngine:
                         log_probabilities(row, ids[position + 1], 0)[0]
                         for position, row in enumerate(logits, start=end - rows.num_wanted)
                     ]
-            finally:
+        finally:
+            with self._scheduler.writing():
                 table.release()
         return scores
 
     def forget(self, conversation: str) -> None:
-        """Drop the cache of one conversation: at once, or at the end of the request that is running."""
-        self._to_forget.add(conversation)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._forget_now()
-            finally:
-                self._lock.release()
+        """Drop the cache of one conversation: at once, or at the end of its request that is running."""
+        self._scheduler.forget(conversation)
 
     def close(self) -> None:
-        """Free the memory. A request that runs in another thread is cancelled first; may be called again."""
-        self._closing.set()
-        while not self._lock.acquire(timeout=0.05):
-            for events in list(self._runs):  # an iterator nobody goes on with would hold the lock for ever
-                if inspect.getgeneratorstate(events) == inspect.GEN_SUSPENDED:
-                    with suppress(ValueError):  # another thread has just gone on with it
-                        events.close()
-        try:
-            if not self._closed:
-                self._closed = True
-                self._model.close()
-                self._gguf.close()
-                if self._kept is not None:
-                    self._kept.close()
-                del (
-                    self._model,
-                    self._sessions,
-                    self._pool,
-                    self._kept,
-                )  # an engine that is still referenced holds no memory
-        finally:
-            self._lock.release()
+        """Free the memory. Replies that run are cancelled and saved first; may be called again."""
+        self._scheduler.close(self._free)
+
+    def _free(self) -> None:
+        self._model.close()
+        self._gguf.close()
+        del self._model, self._sessions, self._pool  # an engine that is still referenced holds no memory
 
     def __enter__(self) -> Self:
         return self
@@ -289,57 +295,6 @@ class LocalEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _run(self, request: Request, prompt_ids: list[int], submitted: float) -> Generator[Event, None, None]:
-        def cancelled() -> bool:
-            return request.cancel.is_set() or self._closing.is_set()
-
-        def start(table: BlockTable) -> Generation:
-            off = (request.speculation or self._speculation) == "off"
-            return Generation(
-                request,
-                prompt_ids,
-                table,
-                self.tokenizer,
-                seed=secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed,
-                context_size=self.info.context_size,
-                submitted=submitted,
-                speculation=None if off else self._speculator.begin(table, self.tokenizer.end_ids),
-            )
-
-        while not self._lock.acquire(timeout=0.05):
-            self._check_open()
-            if request.cancel.is_set():
-                generation = start(BlockTable(self._pool))
-                generation.cancel()
-                yield Finished(generation.reply())
-                return
-        try:
-            self._check_open()
-            self._forget_now()
-            warm = request.conversation in self._sessions.kept
-            table = self._sessions.begin(request.conversation, prompt_ids)
-            turn = None
-            try:
-                if self._kept is not None:
-                    goes_on = any(message.role == "assistant" and message.ids for message in request.messages)
-                    turn = self._kept.begin(request.conversation, table, prompt_ids, warm=warm, goes_on=goes_on)
-                events = run(start(table), self._model, self._sessions, self._pace, cancelled)
-                yield from events if turn is None else turn.follow(events)
-            finally:
-                if turn is not None:
-                    turn.finish()
-                self._sessions.end(request.conversation)
-                self._forget_now()
-        finally:
-            self._lock.release()
-
-    def _forget_now(self) -> None:
-        while self._to_forget and not self._closed:
-            conversation = self._to_forget.pop()
-            self._sessions.forget(conversation)
-            if self._kept is not None:
-                self._kept.forget(conversation)
 
     def _prompt_ids(self, request: Request) -> list[int]:
         if request.prompt_ids is None:
@@ -356,8 +311,8 @@ class LocalEngine:
             raise UsageError(f"{what} has token id {wrong}; the model's ids are 0 to {vocab_size - 1:,}")
 
     def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise EngineError("the engine is closed; load the model again")
+        if self._scheduler.closing:
+            raise EngineError(CLOSED)
 
 
 def _check_supported(request: Request) -> None:

@@ -27,7 +27,7 @@ class Sessions:
 
     def __init__(self, pool: KVPool, capacity: int, evicted: Evicted | None = None) -> None:
         assert capacity >= 0
-        self._pool = pool
+        self.pool = pool
         self._capacity = capacity
         self.evicted = evicted
         self._tables: dict[str, BlockTable] = {}  # least recently used first
@@ -48,7 +48,7 @@ class Sessions:
         assert conversation not in self._running
         own = self._tables.pop(conversation, None)
         if own is None:
-            own = BlockTable(self._pool)
+            own = BlockTable(self.pool)
         own = self._with_longest_start(own, prompt_ids, len(prompt_ids) - 1)
         self._tables[conversation] = own
         self._running.add(conversation)
@@ -63,7 +63,7 @@ class Sessions:
         """
         assert conversation not in self._tables
         assert len(self._tables) < self._capacity
-        table = self._with_longest_start(BlockTable(self._pool), ids, len(ids))
+        table = self._with_longest_start(BlockTable(self.pool), ids, len(ids))
         self._tables = {conversation: table, **self._tables}
         return table
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loop import run
 from stand_in import CONTROL, END, StandInModel, StandInTokenizer
 
 from engine import generate
 from engine.api import Event, Finished, PrefillProgress, Progress, Reply, Request, SamplingParams, TextDelta, TurnStats
 from engine.errors import EngineError
-from engine.generate import Generation, PrefillPace, run, step
+from engine.generate import Generation
 from engine.kv_cache import KVPool
 from engine.sessions import Sessions
+from engine.step import PrefillPace, step
 from engine.stop_strings import StopStrings
 
 GREEDY = SamplingParams(temperature=0)

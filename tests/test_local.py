@@ -1,4 +1,4 @@
-"""The engine as callers see it, over a stand-in model: one request at a time, errors first, closing and forgetting."""
+"""The engine as callers see it, over a stand-in model: errors first, scoring, closing and forgetting."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def make(
-    script: Callable[[int], int | None] | None = None, *, context_size: int = 1024, kv_sessions: int = 4
+    script: Callable[[int], int | None] | None = None,
+    *,
+    context_size: int = 1024,
+    kv_sessions: int = 4,
+    num_blocks: int | None = None,
+    **settings: int | None,
 ) -> LocalEngine:
     tokenizer = StandInTokenizer()
     gguf = SimpleNamespace(
         metadata={"general.file_type": 3}, tensors={}, close=lambda: None, content_hash=lambda: "5a" * 32
     )
-    plan = MemoryPlan(context_size=context_size, num_blocks=4 * context_size // 64, notices=("a smaller context",))
+    num_blocks = num_blocks or 4 * context_size // 64
+    plan = MemoryPlan(context_size=context_size, num_blocks=num_blocks, notices=("a smaller context",))
     model = StandInModel(script=script)
-    return LocalEngine(gguf, tokenizer, StandInTemplate(tokenizer), model, plan, kv_sessions)
+    return LocalEngine(gguf, tokenizer, StandInTemplate(tokenizer), model, plan, kv_sessions, **settings)
 
 
 @pytest.fixture
@@ -144,43 +150,6 @@ def test_scoring_keeps_conversations_and_gives_its_blocks_back(engine: LocalEngi
         engine.score([1] * 1025, 1)
 
 
-def test_requests_from_several_threads_run_one_after_the_other() -> None:
-    with make() as engine:
-        engine._model.seconds_per_row = 0.0005
-        order: list[str] = []
-        replies: dict[str, Reply] = {}
-
-        def ask(name: str) -> None:
-            for event in engine.generate(raw(f"{name} says", max_tokens=12, conversation=name)):
-                order.append(name)
-                if isinstance(event, Finished):
-                    replies[name] = event.reply
-
-        threads = [in_thread(lambda name=name: ask(name)) for name in "abc"]
-        for thread in threads:
-            thread.join(20)
-        assert order == sorted(order, key=order.index)  # never taking turns
-        for name in "abc":
-            with make() as alone:
-                assert replies[name].ids == reply_of(alone.generate(raw(f"{name} says", max_tokens=12))).ids
-
-
-def test_a_request_cancelled_while_it_waits_ends_without_having_run(engine: LocalEngine) -> None:
-    running = engine.generate(raw())
-    next(running)
-    steps = len(engine._model.rows_per_step)
-    cancel = threading.Event()
-    got: list[Reply] = []
-    waiting = in_thread(lambda: got.append(reply_of(engine.generate(raw("something else", cancel=cancel)))))
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    cancel.set()
-    waiting.join(5)
-    assert (got[0].finish_reason, got[0].ids, got[0].stats.prefill_tokens) == ("cancelled", (), 0)
-    assert len(engine._model.rows_per_step) == steps
-    assert reply_of(running).finish_reason == "length"
-
-
 def test_cancelling_a_long_prefill_is_obeyed_within_half_a_second() -> None:
     with make() as engine:
         engine._model.seconds_per_row = 0.002
@@ -221,7 +190,7 @@ def test_closing_ends_an_iterator_that_nobody_goes_on_with() -> None:
     closing.join(5)
     assert not closing.is_alive()
     assert model.closed
-    assert list(events) == []
+    assert reply_of(events).finish_reason == "cancelled"
 
 
 def test_closing_cancels_a_request_that_runs_in_another_thread() -> None:
@@ -233,12 +202,13 @@ def test_closing_cancels_a_request_that_runs_in_another_thread() -> None:
     engine.close()
     running.join(5)
     assert not running.is_alive()
-    assert [reply.finish_reason for reply in replies] in ([], ["cancelled"])
+    assert [reply.finish_reason for reply in replies] == ["cancelled"]
 
 
 def test_closing_tells_requests_that_still_wait() -> None:
-    engine = make()
-    running = engine.generate(raw())
+    engine = make(max_concurrent=1)
+    engine._model.seconds_per_row = 0.02
+    running = engine.generate(raw(max_tokens=500))
     next(running)
     errors: list[BaseException] = []
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from loop import run
 from stand_in import END, VOCAB, StandInModel
 from test_generate import Bench, after_steps, finished, says
 from tiny_models import write_tiny_model
@@ -22,13 +23,14 @@ from tiny_models import write_tiny_model
 from engine import generate, load
 from engine.api import Event, Finished, Reply, Request, SamplingParams, SpeculationMode, TextDelta
 from engine.errors import EngineError, UsageError
-from engine.generate import Generation, run, step
+from engine.generate import Generation
 from engine.kv_cache import KVPool
 from engine.kv_layout import Identity
 from engine.local import LocalEngine
 from engine.model import MAX_WANTED
 from engine.sessions import Sessions
 from engine.speculate import Guard, History, Speculation, Speculator, StepCosts
+from engine.step import step
 
 GREEDY = SamplingParams(temperature=0, seed=1)
 WARM = SamplingParams(temperature=0.7, seed=5)

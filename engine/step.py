@@ -1,0 +1,192 @@
+"""One step of all running generations: what each may run, one forward call, and to each its logits.
+
+By the contract of the numerics no result depends on how the rows are cut or what else is in the step. So the cut is
+free to serve people: a prompt is read in chunks that leave room to look for a cancellation often enough, in smaller
+ones while others wait for their next token, and several prompts share a chunk.
+
+Memory may be too small for all that run. Then the oldest goes on, at the cost of idle conversations first, and next of
+the youngest that runs: its K/V are given back, and it is read again when there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import EngineError
+from engine.generate import Generation, Rows
+from engine.kv_cache import BLOCK_SIZE, CacheFullError
+from engine.model import MAX_WANTED, Batch
+from engine.sessions import Sessions
+from engine.speculate import StepTime
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+MAX_ROWS = 512
+"""Rows of one step at most."""
+
+FEW_ROWS = 8
+"""So many cost about as much as one: nobody's are cut smaller."""
+
+SHARED_CHUNK = 0.4
+"""Of the time of a chunk, what prompts may take of a step in which others wait for a token."""
+
+
+class PrefillPace:
+    """How many prompt rows a step takes, so that it ends within `target_seconds` on this machine.
+
+    The speed is measured chunk by chunk and kept from request to request; the first chunk is small. Less than 8 rows
+    cost about as much as 8, so no chunk is cut smaller.
+    """
+
+    def __init__(self, target_seconds: float = 0.25, max_rows: int = MAX_ROWS) -> None:
+        self._target = target_seconds
+        self._max_rows = max_rows
+        self._fits = min(32, max_rows)
+
+    def rows(self, remaining: int) -> int:
+        """Rows of the next chunk when `remaining` are left: about equal chunks, in multiples of 64 where those fit."""
+        if remaining <= self._fits:
+            return remaining
+        even = math.ceil(remaining / math.ceil(remaining / self._fits))
+        return min(self._fits, math.ceil(even / 64) * 64)
+
+    def share(self, remaining: int, share: float, least: int) -> int:
+        """Rows of a chunk that takes about this share of the time of one, and not fewer than `least`."""
+        return min(remaining, max(least, int(self._fits * share) // 8 * 8))
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step. Few rows cost more each than many do: they only count when even they took too long."""
+        if num_rows < 8 or (num_rows < min(self._fits, 64) and seconds <= self._target):
+            return
+        fits = min(self._max_rows, int(num_rows * self._target / max(seconds, 1e-6)))
+        unit = 64 if fits >= 64 else 8
+        self._fits = max(8, fits // unit * unit)
+
+
+def step(
+    model: Model,
+    sessions: Sessions,
+    running: Sequence[Generation],
+    pace: PrefillPace,
+    prefill_chunk: int | None = None,
+) -> None:
+    """One forward call over the rows of the `running` generations, the oldest first.
+
+    `prefill_chunk` is how many rows of prompts a step has while others decode; None: as many as take about 0.1 s. A
+    generation that cannot go on gets its `error`, and the others know nothing of it.
+    """
+    started = perf_counter()
+    scheduled = _schedule(sessions, running, _shares(running, pace, prefill_chunk))
+    if not scheduled:
+        return
+    num_rows = sum(len(rows.ids) for _, rows in scheduled)
+    num_wanted = sum(rows.num_wanted for _, rows in scheduled)
+    num_drafted = sum(rows.num_drafted for _, rows in scheduled)
+    begun = perf_counter()
+    logits = model.forward(to_batch([rows for _, rows in scheduled]))
+    seconds = perf_counter() - begun
+    if not num_drafted:
+        pace.measured(num_rows, perf_counter() - started)
+    costs = next((generation.speculation.costs for generation, _ in scheduled if generation.speculation), None)
+    if costs is not None and num_wanted == num_rows:  # nothing but decoding
+        costs.measured(num_rows, num_drafted, max(len(rows.table) for _, rows in scheduled), seconds)
+    time = StepTime(seconds, num_rows, len(scheduled))
+    for generation, rows in scheduled:
+        try:
+            generation.accept(rows, logits[: rows.num_wanted], started, time)
+        except BaseException as error:
+            # What was half taken in cannot go on, whoever's thread runs the step.
+            generation.error = error if isinstance(error, Exception) else EngineError("the reply was interrupted")
+            if not isinstance(error, Exception):
+                raise
+        logits = logits[rows.num_wanted :]
+
+
+def _shares(running: Sequence[Generation], pace: PrefillPace, prefill_chunk: int | None) -> list[int]:
+    """How many rows each may run, as far as its ids go."""
+    if len(running) == 1:
+        return [pace.rows(running[0].remaining)]
+    shares = [min(generation.remaining, FEW_ROWS) for generation in running]
+    reading = sorted((n for n, g in enumerate(running) if g.remaining > FEW_ROWS), key=lambda n: running[n].remaining)
+    if not reading:
+        return shares
+    remaining = sum(running[n].remaining for n in reading)
+    if len(reading) == len(running):
+        left = pace.rows(remaining)
+    elif prefill_chunk is None:
+        left = pace.share(remaining, SHARED_CHUNK, 4 * FEW_ROWS)
+    else:
+        left = min(prefill_chunk, pace.rows(remaining))
+    left = min(left, MAX_ROWS - MAX_WANTED - FEW_ROWS * len(running))
+    for count, n in zip(range(len(reading), 0, -1), reading):  # the shortest first: what it leaves is for the others
+        shares[n] = min(running[n].remaining, max(FEW_ROWS, left // count // FEW_ROWS * FEW_ROWS))
+        left -= shares[n]
+    return shares
+
+
+def _schedule(
+    sessions: Sessions, running: Sequence[Generation], shares: Sequence[int]
+) -> list[tuple[Generation, Rows]]:
+    """The rows of each generation that there is room for."""
+    scheduled = []
+    for n, generation in enumerate(running):
+        # The oldest takes from the youngest, and the others wait: whoever is the oldest comes to its end.
+        younger = [other for other in running[1:] if len(other.table)] if n == 0 else []
+        try:
+            rows = generation.schedule(shares[n], len(running))
+            scheduled.append((generation, _reserve(sessions, generation, rows, younger)))
+        except CacheFullError as error:
+            if n == 0:
+                generation.error = error
+        except Exception as error:  # noqa: BLE001 - it ends one reply, and its caller gets it
+            generation.error = error
+    return scheduled
+
+
+def _reserve(sessions: Sessions, generation: Generation, rows: Rows, younger: list[Generation]) -> Rows:
+    """Make room for the rows. Guesses that would cost another conversation its cache are left out.
+
+    Raises CacheFullError when also those `younger` hold nothing more.
+    """
+    if rows.num_drafted:
+        with suppress(CacheFullError):
+            rows.table.reserve(len(rows.ids))
+            return rows
+        ids = rows.ids[: BLOCK_SIZE - len(rows.table) % BLOCK_SIZE]  # in the block that one row needs anyway
+        rows = Rows(rows.table, ids, num_wanted=len(ids), num_drafted=len(ids) - 1)
+    # One that gave way waits for room for all of it, or it would have to give way again.
+    needed = generation.remaining if generation.put_back else len(rows.ids)
+    while True:
+        try:
+            sessions.reserve(rows.table, needed)
+        except CacheFullError:
+            if not younger:
+                raise
+            younger.pop().give_way()
+        else:
+            generation.put_back = False
+            return rows
+
+
+def to_batch(scheduled: Sequence[Rows]) -> Batch:
+    """The rows of one step: those of a table side by side, their positions counting on from its length."""
+    tables = [rows.table for rows in scheduled]
+    counts = [len(rows.ids) for rows in scheduled]
+    blocks = np.zeros((len(tables), max(len(table.blocks) for table in tables)), np.int32)
+    for i, table in enumerate(tables):
+        blocks[i, : len(table.blocks)] = table.blocks
+    wanted = [np.arange(end - rows.num_wanted, end) for end, rows in zip(np.cumsum(counts), scheduled)]
+    return Batch(
+        ids=np.array([token for rows in scheduled for token in rows.ids], np.int32),
+        positions=np.concatenate([np.arange(len(t), len(t) + n, dtype=np.int32) for t, n in zip(tables, counts)]),
+        tables=blocks,
+        table_rows=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
+        want=np.concatenate(wanted).astype(np.int32),
+    )
