@@ -43,7 +43,7 @@ def run_items(
         say = Stream(None) if settings.quiet else side
         for notice in engine.info.notices:
             say.line(notice, dim=True)
-        if agent.live is not None and agent.live.info.num_messages:
+        if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)
         item: Item | None = first
         while item is not None:

@@ -42,7 +42,8 @@ def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     return (
         name_of(conversation),
         when(conversation.updated),
-        f"{conversation.num_messages:,}",
+        f"{conversation.num_messages:,}"
+        + (f" (+{conversation.num_beside:,} beside)" if conversation.num_beside else ""),
         "" if conversation.context_tokens is None else f"{conversation.context_tokens:,}",
         size(kv_bytes) if kv_bytes else "",
         f"{kv_format.position_bytes:,} bytes ({kv_format.kv_type})" if kv_format else "",

@@ -73,7 +73,7 @@ def _begin(agent: Agent, screen: Stream) -> None:
         screen.line("nothing of this chat is kept", dim=True)
     if agent.settings.quiet:
         return
-    if agent.live is not None and agent.live.info.num_messages:
+    if agent.live is not None and agent.live.info.has_words:
         screen.line(resumed(agent), dim=True)
     elif agent.live is None:
         with suppress(StoreError):  # the first turn says it

@@ -200,6 +200,7 @@ def _show(context: typer.Context, key: str, at: int | None, *, as_json: bool) ->
         conversation = store.find(key)
         path = store.path(conversation.id, HEAD if at is None else at)
         tree = store.tree(conversation.id)
+        unanswered = [stored for stored in store.left_open(conversation.id) if stored.parent == conversation.head]
     if as_json:
         for stored in path:
             _write_json(out, message_as_json(stored))
@@ -215,6 +216,9 @@ def _show(context: typer.Context, key: str, at: int | None, *, as_json: bool) ->
                 out.line(text)
         for call in stored.message.tool_calls:
             out.write(_json(dict(call)))
+    for stored in unanswered if at is None else ():
+        out.line(f"{_heading(stored, tree)} | got no answer", dim=True)
+        out.line(stored.message.content)
     return 0
 
 

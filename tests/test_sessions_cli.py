@@ -123,6 +123,17 @@ def test_a_conversation_is_shown_with_the_versions_that_were_left(sessions, stor
         sessions("show", "work", "--at", "999")
 
 
+def test_a_question_that_a_crash_left_without_an_answer_is_shown_as_such(sessions, store) -> None:
+    id = kept(store, ("one", "1"), name="work")
+    live = store.open(id)
+    live.reply_to([Message(role="user", content="two")], model=MODEL)
+    live._lock.release()  # a process that is killed
+    *_, heading, question = sessions("show", "work")[0].splitlines()
+    (message,) = store.left_open(id)
+    assert (heading, question) == (f"user | message {message.id} | got no answer", "two")
+    assert sessions()[0].splitlines()[1].split("  ")[2] == "2 (+1 beside)"
+
+
 def test_search_shows_where_it_found_what(sessions, store) -> None:
     kept(store, ("the needle is here", "yes"), name="hay")
     kept(store, ("no needle here", "no"), name="straw")

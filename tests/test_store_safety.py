@@ -119,6 +119,40 @@ def test_a_question_that_a_crash_left_unanswered_is_not_lost(folder: Path) -> No
         assert words(live.path()) == ["one", "1", "long question", "2"]
 
 
+def test_whoever_looks_after_a_crash_sees_what_was_saved_of_the_turn(folder: Path) -> None:
+    code = """
+    store = Store(folder, draft_seconds=0.02)
+    live = store.open(store.find("work").id)
+    draft = live.reply_to([user("a long question")], model=MODEL)
+    draft.add("half of an ")
+    time.sleep(0.5)
+    print("saved", flush=True)
+    time.sleep(60)
+    """
+    with Store(folder) as store:
+        id = kept(store, ("one", "1"), name="work")
+        process = run_code(code, folder)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved\n"
+        # While it runs, it is left to its process.
+        assert words(store.path(id)) == ["one", "1"]
+        assert store.search("half") == []
+        assert store.find("work").num_messages == 2
+        process.kill()
+        process.communicate()
+        assert [words([hit.message]) for hit in store.search("half")] == [["half of an "]]
+        assert store.recent()[0].num_messages == 4
+        path = store.path(id)
+        assert (words(path[2:]), path[-1].finish_reason) == (["a long question", "half of an "], "interrupted")
+        assert words(store.path(store.fork(id).conversation.id)) == words(path)
+        for _ in range(2):  # also who opens it later is told
+            with store.open(id) as live:
+                assert words(list(live.recovered)) == ["a long question", "half of an "]
+        with store.open(id) as live:
+            say(live, "on", "2")
+        assert store.left_open(id) == []
+
+
 def test_a_second_process_is_told_who_has_the_conversation_and_a_killed_one_has_it_no_more(folder: Path) -> None:
     code = """
     store = Store(folder)

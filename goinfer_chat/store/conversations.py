@@ -57,6 +57,8 @@ class NewConversation:
 class Store:
     """The conversations kept in one folder. Any thread may use it, and any number of processes one folder.
 
+    What a crash left of a turn is put in order before anybody looks (`queries.settle`).
+
     Every method raises StoreError when the files cannot be used, and those that take an id UsageError when no
     conversation has it. `clock` gives times to show; nothing is ordered by them.
     """
@@ -84,11 +86,13 @@ class Store:
 
     def recent(self, limit: int | None = None) -> list[Conversation]:
         """Conversations that something was said in, the one used last first."""
+        self._settle_crashed()
         with self._database.reading() as connection:
             return queries.recent(connection, limit)
 
     def find(self, key: str) -> Conversation:
         """By name, by id, or by the start of an id where only one starts so. Raises UsageError."""
+        self._settle_crashed()
         with self._database.reading() as connection:
             ids = queries.ids(connection)
             with suppress(UsageError):
@@ -123,6 +127,12 @@ class Store:
             self._get(id)
             return queries.tree(connection, id)
 
+    def left_open(self, id: str) -> list[StoredMessage]:
+        """What a crash left of the last turn, if nothing was said since: see `LiveConversation.recovered`."""
+        with self._database.reading() as connection:
+            self._get(id)
+            return queries.left_open(connection, id)
+
     def search(self, text: str, *, id: str | None = None, limit: int = 20) -> list[SearchHit]:
         """Messages, of any branch, that have every word, or "phrase in quotes", of the text; newest first.
 
@@ -131,6 +141,7 @@ class Store:
         terms = _terms(text)
         if not terms:
             raise UsageError("there is nothing to search for")
+        self._settle_crashed()
         with self._database.reading() as connection:
             found = queries.search(connection, terms, conversation=id, limit=limit)
             return [
@@ -180,7 +191,8 @@ class Store:
         try:
             with self._database.writing() as connection:
                 self._get(id)  # deleted while its lock was waited for
-                recovered = queries.settle(connection, id, Settled.CRASHED, self._clock())
+                queries.settle(connection, id, Settled.CRASHED, self._clock())
+                recovered = queries.left_open(connection, id)
                 queries.touch(connection, id, holder=os.getpid())
         except BaseException:
             lock.release()
@@ -321,6 +333,20 @@ class Store:
         except OSError as error:
             return f"the cache could not be copied ({error.strerror or error}); the next turn reads everything again"
         return None
+
+    def _settle_crashed(self) -> None:
+        """End the turns of processes that were killed, so that all who look see what was saved of them."""
+        with self._database.reading() as connection:
+            found = queries.with_running_turn(connection)
+        for id in found:
+            lock = self._lock(id)
+            if not lock.acquire():
+                continue  # it runs
+            try:
+                with self._database.writing() as connection:
+                    queries.settle(connection, id, Settled.CRASHED, self._clock())
+            finally:
+                lock.release()
 
     def _clear_leftovers(self) -> None:
         """Remove what killed processes left: files of conversations that are gone, and conversations without a word."""

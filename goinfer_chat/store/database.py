@@ -78,7 +78,12 @@ _SCHEMA_1: Final = (
     """,
 )
 
-MIGRATIONS: Final[Sequence[Sequence[str]]] = (_SCHEMA_1,)
+_SCHEMA_2: Final = (
+    # Every look at the store asks which turns have not ended.
+    "CREATE INDEX running_messages ON messages(conversation) WHERE NOT kept",
+)
+
+MIGRATIONS: Final[Sequence[Sequence[str]]] = (_SCHEMA_1, _SCHEMA_2)
 """Statements that lead from schema i to schema i + 1. What was released is never edited, only added to."""
 
 

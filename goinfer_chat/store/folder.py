@@ -23,6 +23,7 @@ import platformdirs
 
 from engine.errors import UsageError
 from goinfer_chat.fetch import make_folder
+from goinfer_chat.store.database import damaged
 from goinfer_chat.store.names import is_id
 from goinfer_chat.store.records import StoreError
 
@@ -129,7 +130,7 @@ def copy_private(source: Path, target: Path, *, replace: bool = True) -> bool:
 def path_of(folder: Path, id: str, suffix: str) -> Path:
     """The path of a conversation's file. Raises StoreError for an id that was never drawn."""
     if not is_id(id):
-        raise StoreError(f"{folder}: {id!r} is no id of a conversation; the store is damaged")
+        raise damaged(f"{id!r} is no id of a conversation")
     return folder / f"{id}{suffix}"
 
 

@@ -20,8 +20,8 @@ from goinfer_chat.store.records import HEAD, Conversation, Ending, ModelRef, Sto
 class LiveConversation:
     """Held by one process at a time; see Store.open and Store.create. Any thread may use it.
 
-    recovered   what a crash left of its last turn, kept when the conversation was opened: a reply that was cut
-                (its last message is an assistant's), or a question that got none. Empty otherwise.
+    recovered   what a crash left of its last turn, if nothing was said since: a reply that was cut (its last
+                message is an assistant's), or a question that got none. Empty otherwise.
     """
 
     def __init__(

@@ -23,7 +23,11 @@ from goinfer_chat.store.records import (
 
 _CONVERSATIONS = """
     SELECT c.*,
-        (SELECT count(*) FROM messages m WHERE m.conversation = c.id AND m.kept) AS num_messages,
+        (SELECT count(*) FROM messages m WHERE m.conversation = c.id AND m.kept) AS num_all,
+        (WITH RECURSIVE up(id, parent) AS (
+            SELECT m.id, m.parent FROM messages m WHERE m.id = c.head
+            UNION SELECT m.id, m.parent FROM messages m JOIN up ON m.id = up.parent
+        ) SELECT count(*) FROM up) AS num_messages,
         (SELECT m.stats FROM messages m WHERE m.id = c.head) AS head_stats
     FROM conversations c
 """
@@ -144,6 +148,7 @@ def _conversation(row: Row) -> Conversation:
         settings=_json(_need(row, "settings", str), dict),
         head=_get(row, "head", int),
         num_messages=_need(row, "num_messages", int),
+        num_beside=_need(row, "num_all", int) - _need(row, "num_messages", int),
         context_tokens=stats.context_used if stats else None,
     )
 
@@ -240,6 +245,36 @@ class Settled(Enum):
     FAILED = "failed"
     CRASHED = "crashed"
     """Found when the conversation is opened again."""
+
+
+def with_running_turn(connection: Connection) -> list[str]:
+    """Conversations with a turn that has not ended: it runs, or the program ended first."""
+    rows = connection.execute("SELECT DISTINCT conversation FROM messages WHERE NOT kept")
+    return [_need(row, "conversation", str) for row in rows]
+
+
+def left_open(connection: Connection, conversation: str) -> list[StoredMessage]:
+    """What a crash left of the last turn, as `settle` keeps it: what was said, and the reply as far as it is known.
+
+    Empty where something has been said since.
+    """
+    rows = connection.execute(
+        "SELECT m.*, c.head AS head FROM messages m JOIN conversations c ON c.id = m.conversation"
+        " WHERE m.conversation = ? AND m.kept ORDER BY m.id DESC LIMIT 1",
+        (conversation,),
+    ).fetchall()
+    if not rows:
+        return []
+    last, head = _message(rows[0]), _get(rows[0], "head", int)
+    cut = last.finish_reason == "interrupted" and last.id == head
+    unanswered = last.message.role == "user" and last.parent == head
+    if last.message.role == "tool" and last.id == head:
+        return [last]
+    if not cut and not unanswered:
+        return []
+    said = [] if unanswered or last.parent is None else path(connection, last.parent)
+    first = next((n for n, stored in reversed(list(enumerate(said))) if stored.message.role == "user"), len(said))
+    return [*said[first:], last]
 
 
 def running(connection: Connection, conversation: str) -> list[StoredMessage]:

@@ -59,9 +59,16 @@ class Conversation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     head: int | None
     num_messages: int
-    """Of all branches."""
+    """From the first one to the one it stands at."""
+    num_beside: int
+    """On other branches, and left by an undo."""
     context_tokens: int | None
     """Positions in the cache after the last reply; None where that is not known."""
+
+    @property
+    def has_words(self) -> bool:
+        """Whether anything was said in it, on any branch."""
+        return self.num_messages + self.num_beside > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
