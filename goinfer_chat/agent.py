@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
 from engine.errors import GoinferError, UsageError
+from goinfer_chat.attachments import Attachment, with_attachments
 from goinfer_chat.conversations import DATE, Conversations
 from goinfer_chat.settings import Settings
 from goinfer_chat.store import (
@@ -45,6 +46,8 @@ class Agent:
         self.settings = settings
         self.conversations = conversations or Conversations(session_folder(settings.session_dir), keep=False)
         self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
+        self.attachments: list[Attachment] = []
+        """What goes into the next message."""
         self._unanswered: Ask | None = None
         self._read: dict[str, str | None] = {}
         """Conversations that the engine keeps read, the one used last at the end, and under which system prompt."""
@@ -108,10 +111,38 @@ class Agent:
             max_tokens=settings.max_tokens,
             stop=settings.stop,
             conversation=live.id,
-            template_kwargs=_template_kwargs(live),
+            template_kwargs=_template_kwargs(live) | _thinking(settings),
             speculation=settings.speculation,
             cancel=cancel or threading.Event(),
         )
+
+    # -- what goes into a message --------------------------------------------------------------------------------------
+
+    def attach(self, attachment: Attachment) -> int:
+        """Put it into the next message. Returns its tokens. Raises UsageError where the context has no room for it."""
+        num_tokens = self.count_text(attachment.text)
+        context_size = self.engine.info.context_size
+        if num_tokens > context_size:
+            raise UsageError(
+                f"{attachment.name} has {num_tokens:,} tokens, and the context {context_size:,}; take fewer lines"
+            )
+        self.attachments.append(attachment)
+        return num_tokens
+
+    def count_text(self, text: str) -> int:
+        """About how many tokens a text adds to a message; 0 where the model's template refuses to say."""
+        with suppress(GoinferError):
+            alone, empty = (
+                self.engine.count_tokens(Request(messages=(Message(role="user", content=content),)))
+                for content in (f".\n{text}", ".")
+            )
+            return max(alone - empty, 0)
+        return 0
+
+    def asked(self, text: str) -> Ask:
+        """The question that this text and the attachments make; they are used up by it."""
+        attachments, self.attachments = self.attachments, []
+        return Ask(text=with_attachments(text, attachments))
 
     # -- what to ask ---------------------------------------------------------------------------------------------------
 
@@ -221,3 +252,8 @@ def _template_kwargs(live: LiveConversation) -> dict[str, Any]:
     with suppress(ValueError, TypeError):
         return {"date_string": date.fromisoformat(day).strftime("%d %b %Y")} if day is not None else {}
     return {}
+
+
+def _thinking(settings: Settings) -> dict[str, Any]:
+    """`enable_thinking` is what templates of thinking models ask for; the others leave it alone."""
+    return {} if settings.think == "auto" else {"enable_thinking": settings.think == "on"}

@@ -12,13 +12,18 @@ from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversation_commands import resumed
 from goinfer_chat.conversations import Conversations
+from goinfer_chat.message_commands import attached
+from goinfer_chat.registry import ShellCommand
 from goinfer_chat.render import View
 from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
+from goinfer_chat.shell import how_it_ended, run_shell_captured
 from goinfer_chat.terminal import Stream
 from goinfer_chat.turn import open_engine, play_turn
 
 INTERRUPTED: Final = 130
+COLUMNS: Final = 100
+"""The lines of lists, which nobody may be looking at."""
 
 
 def run_items(
@@ -48,11 +53,13 @@ def run_items(
         item: Item | None = first
         while item is not None:
             if isinstance(item, Turn):
-                ask: Ask | None = Ask(text=item.text)
+                ask: Ask | None = agent.asked(item.text)
             else:
                 outcome = COMMANDS.run(agent, item)
-                if outcome.text:
-                    say.line(outcome.text)
+                if text := outcome.shown(COLUMNS):
+                    say.line(text)
+                if outcome.shell is not None:
+                    _shell(agent, outcome.shell, say)
                 if outcome.edit is not None:
                     raise UsageError("/edit needs the new text: there is no terminal for an editor")
                 if outcome.quit:
@@ -62,6 +69,17 @@ def run_items(
                 return INTERRUPTED
             item = next(items, None)
     return 0
+
+
+def _shell(agent: Agent, command: ShellCommand, say: Stream) -> None:
+    """Raises UsageError unless --shell allows it, and when the command fails, as every command that fails does."""
+    if not agent.settings.shell:
+        raise UsageError("/shell in a script needs the flag --shell: what others wrote could run anything")
+    output, code = run_shell_captured(command.line, say.write)
+    if code:
+        raise UsageError(f"/shell {command.line}: {how_it_ended(code)}")
+    if command.hand_over:
+        say.line(attached(agent, output))
 
 
 def question(text: str) -> Iterator[Item]:

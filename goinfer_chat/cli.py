@@ -21,14 +21,18 @@ from goinfer_chat.batch import INTERRUPTED
 from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
-from goinfer_chat.settings import SETTINGS, Setting, Settings, parse_bool, resolve
+from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
 from goinfer_chat.turn import turn_is_running
+from goinfer_chat.values import parse_bool
 
 Flags = dict[str, Any]
 """Values by setting name; None where a flag was not given."""
 
-EPILOG = "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag counts first."
+EPILOG = (
+    "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag counts first. "
+    "Both count before the settings file, for which `goinfer-chat config` is a pattern."
+)
 
 
 def main(make_engine: EngineFactory = load_engine) -> NoReturn:
@@ -148,9 +152,11 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         return check_perplexity(settings, make_engine, perplexity)
 
     from goinfer_chat.bench.commands import bench_app
+    from goinfer_chat.config_command import config_app
     from goinfer_chat.session_commands import sessions_app
 
     app.add_typer(sessions_app(), name="sessions")
+    app.add_typer(config_app(), name="config")
     app.add_typer(bench_app(make_engine, os.environ), name="bench")
     return app
 

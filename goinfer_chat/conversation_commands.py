@@ -11,8 +11,8 @@ from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.listing import HEADINGS, SHORT, cells_of, columns, counted, excerpt, hit_lines, name_of, when
 from goinfer_chat.registry import Command, Outcome
-from goinfer_chat.settings import parse_int
 from goinfer_chat.terminal import sanitize, true_text
+from goinfer_chat.values import parse_int
 
 LIST_LENGTH: Final = 20
 NUM_RECENT: Final = 3
@@ -174,42 +174,81 @@ def _names(agent: Agent) -> Sequence[str]:
     return ()
 
 
+_CONVERSATIONS: Final = "conversations"
+_AGAIN: Final = "asking again"
+
 CONVERSATION_COMMANDS: Final = (
-    Command(name="new", help="Begin a new conversation; a kept one stays.", run=_new, aliases=("reset",)),
+    Command(
+        name="new",
+        topic="conversations",
+        help="Begin a new conversation; a kept one stays.",
+        run=_new,
+        aliases=("reset",),
+    ),
     Command(
         name="sessions",
         arguments="[N]",
+        topic="conversations",
         help="List the kept conversations, the one used last first.",
         run=_sessions,
     ),
     Command(
         name="resume",
         arguments="[NAME]",
+        topic="conversations",
         help="Go on with a kept conversation; without a name, with the one used last.",
         run=_resume,
         complete=_names,
     ),
-    Command(name="rename", arguments="NAME", help="Call this conversation NAME, and keep it.", run=_rename),
-    Command(name="fork", arguments="[NAME]", help="Go on with a copy of this conversation.", run=_fork),
-    Command(name="undo", arguments="[N]", help="Go back before the last question, or before the N last.", run=_undo),
-    Command(name="retry", help="Ask the last question again.", run=_retry),
+    Command(
+        name="rename",
+        arguments="NAME",
+        topic="conversations",
+        help="Call this conversation NAME, and keep it.",
+        run=_rename,
+    ),
+    Command(
+        name="fork",
+        arguments="[NAME]",
+        topic="conversations",
+        help="Go on with a copy of this conversation.",
+        run=_fork,
+    ),
+    Command(
+        name="undo",
+        arguments="[N]",
+        topic="asking again",
+        help="Go back before the last question, or before the N last.",
+        run=_undo,
+    ),
+    Command(name="retry", topic=_AGAIN, help="Ask the last question again.", run=_retry),
     Command(
         name="edit",
         arguments="[TEXT]",
+        topic="asking again",
         help="Ask TEXT in place of the last question; without TEXT, change it in $EDITOR.",
         run=_edit,
     ),
     Command(
         name="delete",
         arguments="NAME",
+        topic="conversations",
         help="Delete a conversation and its cache; nothing is left of it.",
         run=_delete,
         complete=_names,
     ),
-    Command(name="search", arguments="WORDS", help="Find messages that hold all the words.", run=_search),
+    Command(
+        name="search",
+        arguments="WORDS",
+        topic="conversations",
+        help="Find messages that hold all the words.",
+        run=_search,
+    ),
     Command(
         name="export",
         arguments="FILE",
+        takes_file=True,
+        topic="conversations",
         help="Write this conversation to FILE: as JSON if it ends in .json, else as Markdown.",
         run=_export,
     ),

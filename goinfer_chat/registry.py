@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from textwrap import wrap
+from typing import Final
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.attachments import matching_files
 from goinfer_chat.script import CommandLine
 
 
@@ -19,10 +22,49 @@ class Outcome:
     """What a command leaves to its caller: text to show, something to ask the model, the end of the program."""
 
     text: str = ""
+    rows: Sequence[tuple[str, str]] = ()
+    """A list of names and what they mean, to be laid out below the text; a row without a meaning is a heading."""
     ask: Ask | None = None
     edit: Ask | None = None
     """To be asked when a person has changed its text in an editor."""
+    shell: ShellCommand | None = None
+    """To be run in the person's own terminal."""
     quit: bool = False
+
+    def shown(self, columns: int) -> str:
+        """The text and the rows, for lines of so many columns."""
+        return "\n".join([*([self.text] if self.text else []), *definitions(self.rows, columns)])
+
+
+@dataclass(frozen=True, slots=True)
+class ShellCommand:
+    line: str
+    hand_over: bool
+    """Whether its output goes into the next message."""
+
+
+_MAX_NAME_COLUMNS: Final = 34
+
+
+def definitions(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
+    """Lines of names with their meanings beside them, or below where that leaves no room; words stay whole."""
+    width = max((len(name) for name, meaning in rows if meaning and len(name) <= _MAX_NAME_COLUMNS), default=0)
+    beside = columns - width - 4 >= 20
+    lines = []
+    for name, meaning in rows:
+        if not meaning:
+            lines.append(name)
+        elif beside and len(name) <= width:
+            first, *others = wrap(meaning, columns - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
+            lines.append(f"  {name:<{width}}  {first}")
+            lines += [" " * (width + 4) + line for line in others]
+        else:
+            lines.append(f"  {name}")
+            lines += [
+                f"    {line}"
+                for line in wrap(meaning, max(columns - 4, 10), break_long_words=False, break_on_hyphens=False)
+            ]
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +78,10 @@ class Command:
     aliases: tuple[str, ...] = ()
     complete: Callable[[Agent], Sequence[str]] = lambda agent: ()
     """What may follow the name."""
+    takes_file: bool = False
+    """Whether a file follows the name."""
+    topic: str = "program"
+    """The heading in /help."""
 
     @property
     def usage(self) -> str:
@@ -55,6 +101,14 @@ class Registry:
         self.commands = tuple(commands)
         self._by_name = {name: command for command in commands for name in (command.name, *command.aliases)}
 
+    @property
+    def topics(self) -> dict[str, list[Command]]:
+        """Commands by the heading of /help, in the order of the table."""
+        topics: dict[str, list[Command]] = {}
+        for command in self.commands:
+            topics.setdefault(command.topic, []).append(command)
+        return topics
+
     def run(self, agent: Agent, line: CommandLine) -> Outcome:
         """Raises UsageError for an unknown command, or for an argument it does not take."""
         command = self.find(line.name)
@@ -66,7 +120,8 @@ class Registry:
         """The command of that name. Raises UsageError that suggests a near one."""
         if command := self._by_name.get(name):
             return command
-        near = get_close_matches(name, self._by_name, n=1)
+        begun = [known for known in self._by_name if known.startswith(name)] if name else []
+        near = begun if len(begun) == 1 else get_close_matches(name, self._by_name, n=1)
         advice = f"did you mean /{near[0]}?" if near else "/help lists the commands"
         raise UsageError(f"there is no command /{name}; {advice} (a message may start with //)")
 
@@ -79,5 +134,7 @@ class Registry:
             names = [command for command in self.commands if command.name.startswith(name)]
             return [Completion(f"/{command.name}", command.help, len(text)) for command in names]
         command, argument = self._by_name.get(name), argument.lstrip()
+        if command is not None and command.takes_file:
+            return [Completion(file, "", len(argument)) for file in matching_files(argument)]
         choices = command.complete(agent) if command else ()
         return [Completion(choice, "", len(argument)) for choice in choices if choice.startswith(argument)]

@@ -9,7 +9,7 @@ Empty lines between turns are skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from engine.errors import UsageError
@@ -18,6 +18,8 @@ from engine.errors import UsageError
 @dataclass(frozen=True, slots=True)
 class Turn:
     text: str
+    literal: bool = field(default=False, compare=False)
+    """From a block, in which nothing stands for something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def _block(fence: str, next_line: Callable[[bool], str]) -> Turn | None:
             break
         lines.append(line)
     text = "\n".join(lines)
-    return Turn(text) if text.strip() else None
+    return Turn(text, literal=True) if text.strip() else None
 
 
 def read_script(file: BinaryIO | None) -> Iterator[Item]:

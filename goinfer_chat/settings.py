@@ -1,21 +1,33 @@
-"""What a person can choose, in one table: it makes the flags, the environment variables and the slash commands.
+"""What a person can choose, in one table: it makes flags, variables, the keys of the settings file, slash commands.
 
-A flag counts before its variable (`--top-k` before GOINFER_CHAT_TOP_K), a variable before the default.
+A flag counts before its variable (`--top-k` before GOINFER_CHAT_TOP_K), a variable before the settings file, and that
+before the default. Secrets are no settings: they would end up in files, in lists of processes and on screens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
 
 from engine.api import KVType, SamplingParams, SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.terminal import true_text
+from goinfer_chat.values import (
+    one_of,
+    optional,
+    parse_bool,
+    parse_float,
+    parse_int,
+    parse_size,
+    parse_stop,
+)
 
 ENVIRONMENT_PREFIX: Final = "GOINFER_CHAT_"
 BACKENDS: Final = ("cpu",)
+Keys = Literal["emacs", "vi"]
+Think = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,14 @@ class Settings:
     json: bool = False
     ids: bool = False
     quiet: bool = False
+    keys: Keys = "emacs"
+    toolbar: bool = True
+    history: int = 2000
+    shell: bool = False
+    think: Think = "auto"
+    think_tokens: int | None = None
+    config: str | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -53,6 +73,9 @@ class Settings:
         for flag, value in (("ctx", self.context_size), ("threads", self.threads), ("max-tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
+        for flag, value in (("history", self.history), ("think-tokens", self.think_tokens)):
+            if value is not None and value < 0:
+                raise UsageError(f"{flag} must be 0 or more, not {value}")
         if self.kv_sessions < 0:
             raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
         if self.kv_type not in get_args(KVType):
@@ -80,68 +103,12 @@ class Settings:
 _SAMPLING_NAMES: Final = frozenset(field.name for field in fields(SamplingParams))
 
 
-def parse_int(text: str) -> int:
-    try:
-        return int(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        raise UsageError(f"{text!r} is not a whole number") from None
-
-
-def parse_size(text: str) -> int:
-    """Bytes: a number, or one with a decimal unit such as 500MB or 1.5 GB."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    number = text.rstrip("BKMGTbkmgt ")
-    try:
-        size = int(float(number.replace(",", "")) * units[text[len(number) :].strip().upper()])
-    except (ValueError, KeyError, OverflowError):
-        raise UsageError(f"{text!r} is no size; such as 500MB or 8GB") from None
-    if size < 0:
-        raise UsageError(f"a size is 0 or more, not {text}")
-    return size
-
-
-def parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{text!r} is not a number") from None
-
-
-def parse_bool(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off", ""):
-        return False
-    raise UsageError(f"{text!r} is neither on nor off")
-
-
-def parse_stop(text: str) -> tuple[str, ...]:
-    r"""One stop string as it is, several as a JSON array such as `["###", "\n\n"]`, or `none`."""
-    text = true_text(text)
-    if text == "none":
-        return ()
-    if not text.startswith("["):
-        return (text,)
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return (text,)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise UsageError("several stop strings are a JSON array of strings")
-    return tuple(values)
-
-
-def optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same parser, which also takes `none`."""
-    return lambda text: None if text.lower() in ("none", "random", "auto") else parse(text)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One row: where a value goes, what it is called outside, how text becomes a value."""
 
     flag: str
-    """The name outside: `--top-k`, GOINFER_CHAT_TOP_K, `/top-k`."""
+    """The name outside: `--top-k`, GOINFER_CHAT_TOP_K, `/top-k`, and `top-k` in the settings file."""
     parse: Callable[[str], Any]
     help: str
     argument: str = "N"
@@ -151,6 +118,11 @@ class Setting:
     """Whether a slash command changes it while a model is loaded."""
     switch: bool = False
     repeatable: bool = False
+    choices: tuple[str, ...] = ()
+    """All the values there are, where they are words."""
+    topic: str = "program"
+    in_file: bool = True
+    """Whether it may stand in the settings file."""
 
     @property
     def name(self) -> str:
@@ -161,75 +133,172 @@ class Setting:
         return ENVIRONMENT_PREFIX + self.flag.upper().replace("-", "_")
 
 
-def _chat(flag: str, parse: Callable[[str], Any], help: str, argument: str = "N", repeatable: bool = False) -> Setting:
-    return Setting(flag=flag, parse=parse, help=help, argument=argument, repeatable=repeatable, in_chat=True)
+def _sampling(
+    flag: str, parse: Callable[[str], Any], help: str, argument: str = "N", repeatable: bool = False
+) -> Setting:
+    return Setting(
+        flag=flag, parse=parse, help=help, argument=argument, repeatable=repeatable, in_chat=True, topic="sampling"
+    )
 
 
-def _switch(flag: str, help: str) -> Setting:
-    return Setting(flag=flag, parse=parse_bool, help=help, switch=True)
+def _switch(flag: str, help: str, topic: str = "output", in_chat: bool = False) -> Setting:
+    return Setting(flag=flag, parse=parse_bool, help=help, switch=True, topic=topic, in_chat=in_chat)
+
+
+def _words(
+    flag: str, choices: tuple[str, ...], help: str, topic: str, *, field: str = "", in_chat: bool = True
+) -> Setting:
+    return Setting(
+        flag=flag,
+        field=field,
+        parse=one_of(choices),
+        help=help,
+        argument="|".join(choices),
+        choices=choices,
+        in_chat=in_chat,
+        topic=topic,
+    )
 
 
 SETTINGS: Final = (
     # `str`: a name for the file system keeps the bytes it was given.
-    Setting(flag="model", parse=str, help="Catalogue name, hub file or path of the model.", argument="MODEL"),
-    Setting(flag="backend", parse=true_text, help=f"What computes: {', '.join(BACKENDS)}.", argument="NAME"),
-    Setting(flag="system", parse=true_text, help="System prompt.", argument="TEXT"),
-    Setting(flag="ctx", field="context_size", parse=optional(parse_int), help="Context in tokens, as memory allows."),
-    Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine."),
-    Setting(flag="chat-template", parse=str, help="A template in place of the model's own.", argument="FILE"),
     Setting(
-        flag="kv",
-        field="kv_type",
-        parse=true_text,
-        help="How the cache keeps keys and values: q8_0 takes half of f16 and changes the words.",
-        argument="|".join(get_args(KVType)),
+        flag="model",
+        parse=str,
+        help="Catalogue name, hub file or path of the model.",
+        argument="MODEL",
+        topic="model",
     ),
-    Setting(flag="kv-sessions", parse=parse_int, help="Conversations that stay read in memory; 0 turns reuse off."),
+    Setting(
+        flag="backend",
+        parse=true_text,
+        help=f"What computes: {', '.join(BACKENDS)}.",
+        argument="NAME",
+        topic="model",
+    ),
+    Setting(flag="system", parse=true_text, help="System prompt.", argument="TEXT", topic="conversations"),
+    Setting(
+        flag="ctx",
+        field="context_size",
+        parse=optional(parse_int),
+        help="Context in tokens, as memory allows.",
+        topic="model",
+    ),
+    Setting(flag="threads", parse=optional(parse_int), help="Threads of the engine.", topic="model"),
+    Setting(
+        flag="chat-template", parse=str, help="A template in place of the model's own.", argument="FILE", topic="model"
+    ),
+    _words(
+        "kv",
+        get_args(KVType),
+        "How the cache keeps keys and values: q8_0 takes half of f16 and changes the words.",
+        topic="model",
+        field="kv_type",
+        in_chat=False,
+    ),
+    Setting(
+        flag="kv-sessions",
+        parse=parse_int,
+        help="Conversations that stay read in memory; 0 turns reuse off.",
+        topic="conversations",
+    ),
     Setting(
         flag="kv-cap",
         field="kv_cap_bytes",
         parse=parse_size,
         help="Caches on the disk at most, such as 500MB; those not used for longest go.",
         argument="SIZE",
+        topic="conversations",
+    ),
+    _words(
+        "spec",
+        get_args(SpeculationMode),
+        "Guess tokens ahead; the words are the same.",
+        topic="model",
+        field="speculation",
     ),
     Setting(
-        flag="spec",
-        field="speculation",
-        parse=true_text,
-        help="Guess tokens ahead; the words are the same.",
-        argument="|".join(get_args(SpeculationMode)),
-        in_chat=True,
+        flag="session-dir", parse=str, help="Folder of the kept conversations.", argument="DIR", topic="conversations"
     ),
-    Setting(flag="session-dir", parse=str, help="Folder of the kept conversations.", argument="DIR"),
     Setting(
         flag="continue",
         field="continue_last",
         parse=parse_bool,
         help="Go on with the conversation used last.",
         switch=True,
+        topic="conversations",
     ),
-    Setting(flag="resume", parse=true_text, help="Go on with this conversation.", argument="NAME"),
-    Setting(flag="save", parse=true_text, help="Begin a conversation of this name and keep it.", argument="NAME"),
-    _switch("ephemeral", "Keep nothing of this chat."),
-    _chat("temperature", parse_float, "0 is greedy; higher is more varied.", "X"),
-    _chat("top-k", parse_int, "Keep the k most likely tokens; 0 keeps all."),
-    _chat("top-p", parse_float, "Keep the likeliest tokens that sum to p; 1 keeps all.", "X"),
-    _chat("min-p", parse_float, "Drop tokens less likely than p times the best; 0 drops none.", "X"),
-    _chat("repeat-penalty", parse_float, "Make seen tokens less likely; 1 is off.", "X"),
-    _chat("presence-penalty", parse_float, "Subtract this once from seen tokens; 0 is off.", "X"),
-    _chat("frequency-penalty", parse_float, "Subtract this for each time a token was seen; 0 is off.", "X"),
-    _chat("penalty-window", parse_int, "How many of the last tokens count as seen."),
-    _chat("seed", optional(parse_int), "Same seed, same words; none draws one each turn."),
-    _chat("max-tokens", optional(parse_int), "Tokens of a reply at most; none goes to the end of the context."),
-    _chat("stop", parse_stop, "End the reply before this text; may be repeated.", "TEXT", repeatable=True),
-    _switch("json", "One JSON object for each turn."),
-    _switch("ids", "Add token ids to --json."),
-    _switch("quiet", "Nothing but replies and errors."),
+    Setting(
+        flag="resume",
+        parse=true_text,
+        help="Go on with this conversation.",
+        argument="NAME",
+        topic="conversations",
+        in_file=False,
+    ),
+    Setting(
+        flag="save",
+        parse=true_text,
+        help="Begin a conversation of this name and keep it.",
+        argument="NAME",
+        topic="conversations",
+        in_file=False,
+    ),
+    _switch("ephemeral", "Keep nothing of this chat.", topic="conversations"),
+    _sampling("temperature", parse_float, "0 is greedy; higher is more varied.", "X"),
+    _sampling("top-k", parse_int, "Keep the k most likely tokens; 0 keeps all."),
+    _sampling("top-p", parse_float, "Keep the likeliest tokens that sum to p; 1 keeps all.", "X"),
+    _sampling("min-p", parse_float, "Drop tokens less likely than p times the best; 0 drops none.", "X"),
+    _sampling("repeat-penalty", parse_float, "Make seen tokens less likely; 1 is off.", "X"),
+    _sampling("presence-penalty", parse_float, "Subtract this once from seen tokens; 0 is off.", "X"),
+    _sampling("frequency-penalty", parse_float, "Subtract this for each time a token was seen; 0 is off.", "X"),
+    _sampling("penalty-window", parse_int, "How many of the last tokens count as seen."),
+    _sampling("seed", optional(parse_int), "Same seed, same words; none draws one each turn."),
+    _sampling("max-tokens", optional(parse_int), "Tokens of a reply at most; none goes to the end of the context."),
+    _sampling("stop", parse_stop, "End the reply before this text; may be repeated.", "TEXT", repeatable=True),
+    _words("think", get_args(Think), "Whether a thinking model reasons first; auto: as it likes.", "thinking"),
+    Setting(
+        flag="think-tokens",
+        parse=optional(parse_int),
+        help="Tokens of reasoning at most; none sets no limit.",
+        in_chat=True,
+        topic="thinking",
+    ),
+    _words("keys", get_args(Keys), "How the prompt is edited.", topic="prompt"),
+    _switch("toolbar", "Show the row below the prompt.", topic="prompt", in_chat=True),
+    Setting(
+        flag="history",
+        parse=parse_int,
+        help="Lines typed in earlier sessions that Up finds; 0 keeps none.",
+        topic="prompt",
+    ),
+    _switch("shell", "Let a script run commands with /shell.", topic="scripts"),
+    _switch("json", "One JSON object for each turn.", topic="scripts"),
+    _switch("ids", "Add token ids to --json.", topic="scripts"),
+    _switch("quiet", "Nothing but replies and errors.", topic="scripts"),
+    Setting(
+        flag="config",
+        parse=str,
+        help="The settings file; none reads none.",
+        argument="FILE",
+        topic="program",
+        in_file=False,
+    ),
+    Setting(
+        flag="profile",
+        parse=true_text,
+        help="Use this profile of the settings file.",
+        argument="NAME",
+        topic="program",
+        in_file=False,
+    ),
 )
+BY_FLAG: Final = MappingProxyType({setting.flag: setting for setting in SETTINGS})
 
 
-_WHICH: Final = frozenset({"continue_last", "resume", "save", "ephemeral"})
-"""Which conversation goes on: one choice, so a flag of them counts before the variables of all."""
+WHICH: Final = frozenset({"continue_last", "resume", "save", "ephemeral"})
+"""Which conversation goes on: one choice, so a flag of them counts before the variables of all, and those before the
+file's."""
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -243,16 +312,28 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not text:
             continue
         try:
-            values[setting.name] = setting.parse(text)
+            values[setting.name] = checked(setting, setting.parse(text))
         except UsageError as error:
             raise UsageError(f"{setting.variable}: {error}") from None
     return values
 
 
+def checked(setting: Setting, value: Any) -> Any:
+    """The value, if a setting can have it. Raises UsageError."""
+    Settings(json=True).changed({setting.name: value})
+    return value
+
+
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (a value of None was not given), then variables, then defaults. Raises UsageError."""
+    """Settings from flags (a value of None was not given), then variables, the file, defaults. Raises UsageError."""
+    from goinfer_chat.settings_file import read_settings_file
+
     given = {name: value for name, value in flags.items() if value is not None}
     found = from_environment(environ)
-    if _WHICH & given.keys():
-        found = {name: value for name, value in found.items() if name not in _WHICH}
-    return Settings().changed(found | given)
+    chosen = found | given
+    kept = read_settings_file(chosen.get("config"), chosen.get("profile"))
+    for stronger, weaker in ((given, found), (given | found, kept)):
+        if WHICH & stronger.keys():
+            for name in WHICH & weaker.keys():
+                del weaker[name]
+    return Settings().changed(kept | found | given)

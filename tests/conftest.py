@@ -16,10 +16,11 @@ from goinfer_chat.store import Store
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_conversation_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test, and no process that a test starts, sees or changes the conversations that a person keeps."""
+    """No test, and no process that a test starts, sees or changes what a person keeps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GOINFER_CHAT_SESSION_DIR", str(tmp_path_factory.mktemp("sessions") / "of-nobody"))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 

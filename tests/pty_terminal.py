@@ -97,12 +97,19 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """Scrollback and screen, without trailing blanks."""
+        """Scrollback and screen, without trailing blanks and without what stands below the prompt."""
         past = ["".join(row[column].data for column in range(self._screen.columns)) for row in self._screen.history.top]
-        rows = [line.rstrip() for line in [*past, *self._screen.display]]
+        shown = self._screen.display[: self._screen.cursor.y + 1] if self.typing else self._screen.display
+        rows = [line.rstrip() for line in [*past, *shown]]
         while rows and not rows[-1]:
             rows.pop()
         return rows
+
+    @property
+    def below(self) -> list[str]:
+        """What stands below the prompt: its toolbar and the menu of completions."""
+        rows = [line.rstrip() for line in self._screen.display[self._screen.cursor.y + 1 :]] if self.typing else []
+        return [row for row in rows if row]
 
     @property
     def text(self) -> str:

@@ -21,8 +21,9 @@ from tiny_models import write_tiny_model
 
 from engine.errors import OutOfMemoryError, UsageError
 from goinfer_chat.loading import load_engine
-from goinfer_chat.settings import SETTINGS, Settings, parse_size, resolve
+from goinfer_chat.settings import SETTINGS, Settings, resolve
 from goinfer_chat.terminal import Stream
+from goinfer_chat.values import parse_size
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -345,9 +346,12 @@ def test_a_flag_counts_before_its_variable_and_a_variable_before_the_default() -
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_every_setting_has_a_variable_that_reaches_it(setting) -> None:
-    text = {"backend": "cpu", "spec": "ngram", "kv": "q8_0"}.get(setting.flag, "on" if setting.switch else "1")
-    values = {"GOINFER_CHAT_JSON": "on", setting.variable: text}
+def test_every_setting_has_a_variable_that_reaches_it(setting, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[profile.work]")
+    special = {"backend": "cpu", "config": str(file), "profile": "work"}
+    text = special.get(setting.flag, "on" if setting.switch else setting.choices[-1] if setting.choices else "1")
+    values = {"GOINFER_CHAT_JSON": "on", "GOINFER_CHAT_CONFIG": str(file), setting.variable: text}
     assert resolve({}, values).value(setting.name) == setting.parse(text)
 
 

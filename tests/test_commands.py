@@ -30,7 +30,7 @@ def agent(engine: ScriptedEngine) -> Iterator[Agent]:
 
 def run(agent: Agent, line: str) -> str:
     name, _, argument = line.partition(" ")
-    return COMMANDS.run(agent, CommandLine(name, argument)).text
+    return COMMANDS.run(agent, CommandLine(name, argument)).shown(100)
 
 
 def ask(agent: Agent, text: str) -> None:
@@ -154,17 +154,38 @@ def test_params_shows_every_setting_with_its_value(agent: Agent) -> None:
 
 
 def test_help_names_every_command_and_explains_one(agent: Agent) -> None:
-    lines = run(agent, "help").splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == [f"/{command.name}" for command in COMMANDS.commands]
+    named = [line.split()[0] for line in run(agent, "help").splitlines() if line.startswith("  /")]
+    assert [name for name in named if name != "//"] == [
+        f"/{command.name}" for commands in COMMANDS.topics.values() for command in commands
+    ]
     assert run(agent, "help /top-k") == run(agent, "help top-k")
     assert "Keep the k most likely" in run(agent, "help top-k")
+
+
+def test_help_is_by_topic_and_lists_one_topic_alone(agent: Agent) -> None:
+    headings = [line for line in run(agent, "help").splitlines() if not line.startswith(" ")]
+    assert headings == [*COMMANDS.topics, "a message"]
+    assert [line.split()[0] for line in run(agent, "help prompt").splitlines()] == ["/keys", "/toolbar"]
+
+
+@pytest.mark.parametrize("columns", [300, 80, 41, 20])
+def test_help_never_breaks_a_word(agent: Agent, columns: int) -> None:
+    outcome = COMMANDS.run(agent, CommandLine("help", ""))
+    words = {word for row in outcome.rows for text in row for word in text.split()}
+    lines = outcome.shown(columns).splitlines()
+    assert {word for line in lines for word in line.split()} == words
+    assert columns < 60 or all(len(line) <= columns for line in lines)
 
 
 def test_a_near_miss_is_suggested(agent: Agent) -> None:
     with pytest.raises(UsageError, match="no command /temprature; did you mean /temperature"):
         run(agent, "temprature 1")
+    with pytest.raises(UsageError, match="no command /sess; did you mean /sessions"):
+        run(agent, "sess")
     with pytest.raises(UsageError, match="/help lists the commands"):
         run(agent, "xyzzy")
+    with pytest.raises(UsageError, match="topics: program, conversations"):
+        run(agent, "help xyzzy")
 
 
 def test_a_command_without_arguments_refuses_one(agent: Agent) -> None:
@@ -176,3 +197,25 @@ def test_completion_offers_names_then_arguments(agent: Agent) -> None:
     assert [found.text for found in COMMANDS.completions(agent, "/top")] == ["/top-k", "/top-p"]
     assert [found.text for found in COMMANDS.completions(agent, "/help res")] == ["resume"]
     assert COMMANDS.completions(agent, "hello /top") == COMMANDS.completions(agent, "//top") == []
+
+
+def test_set_shows_and_changes_what_a_chat_can_change(agent: Agent) -> None:
+    assert run(agent, "set top_k 5") == run(agent, "set --top-k") == "top-k 5"
+    assert "top-k" in run(agent, "set")
+    assert run(agent, "set system Be brief.") == "System prompt: Be brief."
+    assert run(agent, "set toolbar off") == "toolbar off"
+    assert (agent.settings.sampling.top_k, agent.settings.toolbar) == (5, False)
+    with pytest.raises(UsageError, match="no setting temprature; did you mean temperature"):
+        run(agent, "set temprature 1")
+    with pytest.raises(UsageError, match="ctx cannot be changed in a chat; start with --ctx"):
+        run(agent, "set ctx 100")
+
+
+def test_thinking_is_asked_of_the_template_where_it_is_chosen(agent: Agent, engine: ScriptedEngine) -> None:
+    for value in ("auto", "on", "off"):
+        run(agent, f"think {value}")
+        ask(agent, "go")
+    asked = [request.template_kwargs.get("enable_thinking") for request in engine.requests]
+    assert asked == [None, True, False]
+    with pytest.raises(UsageError, match="'maybe' is none of: auto, on, off"):
+        run(agent, "think maybe")

@@ -17,8 +17,9 @@ from engine.errors import UsageError
 from goinfer_chat.cli import Flags, given_flags, with_settings
 from goinfer_chat.modes import EngineFactory
 from goinfer_chat.render import to_json
-from goinfer_chat.settings import SETTINGS, Settings, parse_int, resolve
+from goinfer_chat.settings import SETTINGS, Settings, resolve
 from goinfer_chat.terminal import Stream
+from goinfer_chat.values import parse_int
 
 if TYPE_CHECKING:
     from goinfer_chat.bench.peer_process import PeerChoice

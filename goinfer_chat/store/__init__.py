@@ -6,6 +6,7 @@ database.py       the SQLite file: schema, migrations, transactions, errors
 queries.py        all SQL on it
 live.py           a conversation that goes on, and the reply that is being written
 conversations.py  the store: list, find, search, open, fork, delete
+typed.py          what was typed at the prompt
 unkept.py         a conversation in memory alone
 exports.py        Markdown and JSON out, JSON in
 records.py        what all of this is given and gives back

@@ -32,6 +32,7 @@ from goinfer_chat.store.records import (
     SearchHit,
     StoredMessage,
 )
+from goinfer_chat.store.typed import forget_typed
 
 if TYPE_CHECKING:
     from engine.kv_layout import KVFormat
@@ -250,7 +251,7 @@ class Store:
         return Fork(conversation=self.get(id), kv_problem=problem)
 
     def delete(self, id: str) -> bool:
-        """Delete a conversation that nobody goes on with: its words, what the search knows of them, and its cache.
+        """Delete a conversation that nobody goes on with: its words, where they were typed, and its cache.
 
         False when another program is reading: what it reads is overwritten when it ends. Raises
         ConversationInUseError.
@@ -258,6 +259,8 @@ class Store:
         lock = self._held(id)
         try:
             files.remove_files(self.folder, id)
+            with files.explained(self.folder):
+                forget_typed(self.folder, {s.message.content for s in self.tree(id) if s.message.role == "user"})
             with self._database.writing() as connection:
                 queries.delete_conversation(connection, id)
             return self._database.scrub()

@@ -1,6 +1,7 @@
 """The folder of the kept conversations and every file in it but the database's own bytes.
 
     conversations.db        the words (with -wal and -shm while it is open)
+    typed.jsonl             what was typed at the prompt (typed.py)
     ID.giw-kv               the KV cache of one conversation
     ID.lock                 held by the process that goes on with that conversation
 

@@ -1,0 +1,110 @@
+"""`goinfer-chat config`: the settings file, and what is set where."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import UsageError
+from goinfer_chat.settings import SETTINGS, from_environment, resolve
+from goinfer_chat.terminal import Stream, true_text
+
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="This settings file.")]
+
+
+def config_app() -> typer.Typer:
+    """The command group, for the program's own application."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        help="The settings file. Without a command: print a commented one that changes nothing.",
+    )
+
+    @app.callback(invoke_without_command=True)
+    def default(context: typer.Context) -> int:
+        if context.invoked_subcommand is None:
+            from goinfer_chat.settings_file import template
+
+            Stream(sys.stdout).write(template())
+        return 0
+
+    @app.command("path")
+    def path_command(context: typer.Context, config: Config = None) -> int:
+        """Print where the file is, or would be."""
+        Stream(sys.stdout).line(true_text(str(_path(_flags(context) | _given(config)))))
+        return 0
+
+    @app.command("init")
+    def init_command(context: typer.Context, config: Config = None) -> int:
+        """Write the commented file, if there is none, and print where."""
+        return _init(_path(_flags(context) | _given(config)))
+
+    @app.command("show")
+    def show_command(context: typer.Context, config: Config = None) -> int:
+        """Show every setting that is not at its default, and what set it."""
+        return _show(_flags(context) | _given(config))
+
+    return app
+
+
+def _flags(context: typer.Context) -> dict[str, Any]:
+    """The flags before the command."""
+    root: Mapping[str, Any] | None = context.find_root().obj
+    return {name: value for name, value in (root or {}).items() if value is not None}
+
+
+def _given(config: str | None) -> dict[str, Any]:
+    return {} if config is None else {"config": config}
+
+
+def _path(flags: Mapping[str, Any]) -> Path:
+    from goinfer_chat.settings_file import VARIABLE, settings_path
+
+    path = settings_path(flags.get("config") or os.environ.get(VARIABLE) or None)
+    if path is None:
+        raise UsageError("there is no place for a settings file; --config FILE names one")
+    return path
+
+
+def _init(path: Path) -> int:
+    from goinfer_chat.fetch import make_folder
+    from goinfer_chat.settings_file import template
+    from goinfer_chat.store.folder import write_private
+
+    try:
+        make_folder(path.parent)
+        write_private(path, iter([template().encode()]), replace=False)
+    except FileExistsError:
+        raise UsageError(f"{true_text(str(path))} is there already") from None
+    except OSError as error:
+        raise UsageError(f"{true_text(str(path))} cannot be written: {error.strerror or error}") from None
+    Stream(sys.stdout).line(true_text(str(path)))
+    return 0
+
+
+def _show(flags: Mapping[str, Any]) -> int:
+    from goinfer_chat.settings_file import read_settings_file, to_toml
+
+    settings = resolve(flags, os.environ)  # what cannot be obeyed is an error here too
+    variables = from_environment(os.environ)
+    profile = settings.profile
+    common = read_settings_file(settings.config, None)
+    kept = read_settings_file(settings.config, profile)
+    out = Stream(sys.stdout)
+    for setting in SETTINGS:
+        name = setting.name
+        if name in flags:
+            source = f"--{setting.flag}"
+        elif name in variables:
+            source = setting.variable
+        elif name in kept:
+            source = "the file" if profile is None or common.get(name) == kept[name] else f"profile {profile}"
+        else:
+            continue
+        out.line(f"{setting.flag} = {to_toml(settings.value(name))}  # {source}")
+    return 0

@@ -1,0 +1,132 @@
+"""The line editor of the prompt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import EditingMode
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.input.defaults import create_input
+from prompt_toolkit.key_binding import KeyPressEvent
+from prompt_toolkit.output.plain_text import PlainTextOutput
+
+from engine.errors import GoinferError
+from goinfer_chat.agent import Agent
+from goinfer_chat.prompt.completion import Completions
+from goinfer_chat.prompt.display import VisibleControls
+from goinfer_chat.prompt.history import TypedHistory
+from goinfer_chat.prompt.keys import KeyLine, LineCleared, key_bindings
+from goinfer_chat.prompt.paste import mend_pasting
+from goinfer_chat.prompt.screen import PASTE_MODE_OFF, PASTE_MODE_ON, Screen
+from goinfer_chat.prompt.style import STYLE
+from goinfer_chat.prompt.toolbar import MIN_ROWS, FunctionKey, toolbar
+from goinfer_chat.store import session_folder
+from goinfer_chat.terminal import Stream, true_text
+
+ESCAPE_SECONDS = 0.1
+"""After an Escape the rest of a key's sequence comes at once; longer waits would make vi's Escape slow."""
+
+
+class LineEditor:
+    """Called with whether the line belongs to a block, it returns what was typed; EOFError at Ctrl-D.
+
+    A message of several lines comes back as one text with line ends. `pasted` holds the texts of several lines that
+    were pasted into the last one.
+    """
+
+    def __init__(
+        self, agent: Agent, screen: Stream, edit: Callable[[str], str], report: Callable[[Exception], None]
+    ) -> None:
+        assert screen.file is not None
+        self.pasted: list[str] = []
+        self._agent = agent
+        self._screen = screen
+        self._edit = edit
+        self._report = report
+        self._draft = Document()
+        folder = session_folder(agent.settings.session_dir)
+        history = TypedHistory(folder, agent.settings.history, lambda: agent.conversations.is_kept)
+        keys = key_bindings(history, self._edited, self._pressed, self._on_paste, moves=screen.moves)
+        if screen.moves:
+            source = create_input()
+            mend_pasting(source)
+            self._session: PromptSession[str] = PromptSession(
+                input=source,
+                output=Screen.on(screen.file, colour=screen.colour),
+                completer=Completions(agent),
+                complete_while_typing=False,
+                enable_suspend=True,
+                history=history,
+                input_processors=[VisibleControls()],
+                interrupt_exception=LineCleared,
+                key_bindings=keys,
+                multiline=True,
+                prompt_continuation="  ",
+                style=STYLE,
+            )
+            self._session.app.ttimeoutlen = ESCAPE_SECONDS
+            return
+        # prompt_toolkit has a prompt without cursor movement, but not for a terminal whose TERM is not set, and only
+        # when no output is given; without one it would make one that moves the cursor once.
+        os.environ["TERM"] = "dumb"
+        with create_app_session(output=PlainTextOutput(screen.file)):
+            self._session = PromptSession(history=history, interrupt_exception=LineCleared, key_bindings=keys)
+
+    def __call__(self, inside_block: bool) -> str:
+        session, settings = self._session, self._agent.settings
+        self.pasted.clear()
+        session.editing_mode = EditingMode.VI if settings.keys == "vi" else EditingMode.EMACS
+        session.bottom_toolbar = self._toolbar if self._screen.moves else None
+        session.app.erase_when_done = False
+        draft, self._draft = self._draft, Document()
+        try:
+            return true_text(session.prompt("... " if inside_block else "> ", default=draft))
+        except KeyLine as key:
+            self._draft = key.draft
+            return key.line
+        except EOFError:
+            if inside_block:
+                raise LineCleared from None
+            raise
+
+    @contextmanager
+    def marking_pastes(self) -> Iterator[None]:
+        """Inside, what is pasted stays one piece even while nothing reads it: during a reply."""
+        self._write(PASTE_MODE_ON)
+        try:
+            yield
+        finally:
+            self._write(PASTE_MODE_OFF)
+
+    def _write(self, sequence: str) -> None:
+        if self._screen.moves:
+            self._session.output.write_raw(sequence)
+            self._session.output.flush()
+
+    def _toolbar(self) -> StyleAndTextTuples | None:
+        columns, rows = shutil.get_terminal_size()
+        return toolbar(self._agent, columns) if self._agent.settings.toolbar and rows >= MIN_ROWS else None
+
+    def _edited(self, text: str) -> str:
+        try:
+            return self._edit(text)
+        except GoinferError as error:
+            self._report(error)
+            return text
+
+    def _pressed(self, key: FunctionKey) -> None:
+        self._agent.settings = key.pressed(self._agent.settings)
+        mode = self._agent.settings.keys
+        self._session.editing_mode = EditingMode.VI if mode == "vi" else EditingMode.EMACS
+
+    def _on_paste(self, event: KeyPressEvent) -> None:
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        if "\n" in text:
+            self.pasted.append(text)
+        event.current_buffer.insert_text(text)

@@ -1,0 +1,46 @@
+"""The terminal as the line editor writes to it."""
+
+from __future__ import annotations
+
+import os
+from typing import Final, TextIO
+
+from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.styles import Attrs
+
+PASTE_MODE_ON: Final = "\x1b[?2004h"
+PASTE_MODE_OFF: Final = "\x1b[?2004l"
+"""Bracketed paste: a terminal marks what was pasted, so a line end in it is no Enter."""
+
+
+class Screen(Vt100_Output):
+    """A terminal that is never asked where its cursor is, and has no styles where NO_COLOR is set.
+
+    The answer to such a question comes in as typing, late on a slow line and never in a script's pty.
+    """
+
+    colour = True
+
+    @classmethod
+    def on(cls, file: TextIO, *, colour: bool) -> Screen:
+        screen = cls.from_pty(file, term=os.environ.get("TERM"))
+        assert isinstance(screen, cls)
+        screen.colour = colour
+        return screen
+
+    @property
+    def responds_to_cpr(self) -> bool:
+        return False
+
+    def get_rows_below_cursor_position(self) -> int:
+        """At least the prompt's own row. Without an answer the toolbar would wait for one from the terminal."""
+        return 1
+
+    def set_attributes(self, attrs: Attrs, color_depth: ColorDepth) -> None:
+        if self.colour:
+            super().set_attributes(attrs, color_depth)
+
+    def reset_attributes(self) -> None:
+        if self.colour:
+            super().reset_attributes()

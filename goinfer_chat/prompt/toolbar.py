@@ -1,0 +1,76 @@
+"""The row below the prompt: what the function keys do, which conversation goes on, how full its context is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.utils import get_cwidth
+
+from goinfer_chat.agent import Agent
+from goinfer_chat.conversation_commands import called
+from goinfer_chat.settings import BY_FLAG, Settings
+from goinfer_chat.terminal import sanitize
+
+MIN_ROWS: Final = 10
+"""A lower terminal needs its rows for the words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionKey:
+    """A key that stands for a line, or that goes to the next choice of a setting."""
+
+    key: str
+    label: str
+    line: str = ""
+    setting: str = ""
+
+    @property
+    def works(self) -> bool:
+        return bool(self.line) or self.setting in BY_FLAG
+
+    def pressed(self, settings: Settings) -> Settings:
+        """The settings with the next choice."""
+        setting = BY_FLAG[self.setting]
+        at = setting.choices.index(settings.value(setting.name))
+        return settings.changed({setting.name: setting.choices[(at + 1) % len(setting.choices)]})
+
+    def shown(self, settings: Settings) -> str:
+        return self.label or f"{settings.value(BY_FLAG[self.setting].name)}"
+
+
+FUNCTION_KEYS: Final = (
+    FunctionKey(key="f1", label="help", line="/help"),
+    FunctionKey(key="f2", label="", setting="panel"),
+    FunctionKey(key="f3", label="", setting="think"),
+    FunctionKey(key="f4", label="", setting="keys"),
+)
+
+
+def toolbar(agent: Agent, columns: int) -> StyleAndTextTuples:
+    """The row, cut to `columns`."""
+    settings = agent.settings
+    parts: StyleAndTextTuples = []
+    left = columns
+    for function_key in FUNCTION_KEYS:
+        if not function_key.works:
+            continue
+        name = f" {function_key.key.upper()}"
+        setting = function_key.setting
+        label = f" {setting} {function_key.shown(settings)} " if setting else f" {function_key.shown(settings)} "
+        if len(name) + len(label) > left:
+            return parts
+        parts += [("class:bottom-toolbar.key", name), ("class:bottom-toolbar.text", label)]
+        left -= len(name) + len(label)
+    info = agent.engine.info
+    used = (agent.live.info.context_tokens if agent.live else None) or 0
+    rest = f"| {used:,} of {info.context_size:,} tokens | {called(agent)}"
+    parts.append(("class:bottom-toolbar.text", _cut(sanitize(rest, terminal=True).replace("\n", " "), left)))
+    return parts
+
+
+def _cut(text: str, columns: int) -> str:
+    while text and get_cwidth(text) > columns:
+        text = text[:-1]
+    return text
