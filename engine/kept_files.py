@@ -20,7 +20,7 @@ from time import perf_counter
 from engine.api import Notice, Reply, TurnStats
 from engine.errors import UsageError
 from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
-from engine.kv_file import Identity, KVFile
+from engine.kv_file import Identity, KVFile, bring_back
 from engine.kv_folder import SUFFIX, KeptFile, KVFileError, KVFileLockedError, list_kept, make_room, path_of
 from engine.prefill_speed import PrefillSpeed
 from engine.sessions import Sessions, common_start
@@ -153,7 +153,9 @@ class KeptFiles:
             file = None
         if file is None:
             try:
-                file = _open_patiently(path_of(self._folder, conversation), self._identity)
+                path = path_of(self._folder, conversation)
+                bring_back(path, self._identity)
+                file = _open_patiently(path, self._identity)
             except KVFileError as error:
                 return error.reason
             except UsageError as error:

@@ -36,6 +36,7 @@ from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
 from engine.kv_folder import (
     KVFileError,
     KVFileLockedError,
+    aside_of,
     create_locked,
     is_at,
     lock,
@@ -235,6 +236,7 @@ class KVFile:
         self.problem: str | None = None
         """Why the file, or a part of it, cannot be used: one line for people. `restore` may find more damage."""
         self._descriptor = descriptor
+        self._other: Identity | None = None  # of the K/V in a file that is of no use here, and may be elsewhere
         self._log: _Log | None = None  # None: the next save writes a new file
         self._closed = False
         self._paused: tuple[int, int] | None = None
@@ -353,6 +355,7 @@ class KVFile:
         header, identity = read_header(os.pread(descriptor, MAX_HEADER_BYTES, 0))
         mismatch = identity.mismatch(self.identity)
         if mismatch:
+            self._other = identity
             raise HeaderError(mismatch)
         log = _Log(descriptor, identity.layout, header)
         whole = log.read_heads()
@@ -366,7 +369,7 @@ class KVFile:
         self.problem = f"damaged from position {count:,} on; {used}"
 
     def _let_go(self) -> None:
-        descriptor, self._descriptor, self._log = self._descriptor, None, None
+        descriptor, self._descriptor, self._log, self._other = self._descriptor, None, None, None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -415,6 +418,8 @@ class KVFile:
             log = _Log.create(descriptor, self.identity)
             self._add(log, table, pool)
             os.fsync(descriptor)
+            if self._other is not None and self._other.numerics_version == self.identity.numerics_version:
+                os.replace(self.path, aside_of(self.path, self._other.key))
             os.replace(temporary, self.path)
             sync_folder(self.path.parent)
         except BaseException:
@@ -434,6 +439,36 @@ class KVFile:
             slot = start % BLOCK_SIZE
             block = pool.memory[table.blocks[start // BLOCK_SIZE]]
             log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
+
+
+def bring_back(path: Path, identity: Identity) -> None:
+    """Give a conversation's name to the file of this identity, if it was set aside when another model went on with it.
+
+    What has the name is set aside in its turn. Where a file is in use, all stays as it is.
+    """
+    mine = aside_of(path, identity.key)
+    if not os.path.lexists(mine):
+        return
+    with contextlib.ExitStack() as held, contextlib.suppress(KVFileError, OSError):
+        present = None
+        for name in (mine, path):
+            descriptor = open_locked(name)
+            if descriptor is not None:
+                held.callback(os.close, descriptor)
+                present = _identity_in(descriptor) if name == path else None
+        if present == identity:
+            return
+        if present is not None:
+            os.replace(path, aside_of(path, present.key))
+        # Killed here, neither has the name: then the next turn finds its file set aside all the same.
+        os.replace(mine, path)
+
+
+def _identity_in(descriptor: int) -> Identity | None:
+    """None where the header cannot be used by anybody."""
+    with contextlib.suppress(HeaderError):
+        return read_header(os.pread(descriptor, MAX_HEADER_BYTES, 0))[1]
+    return None
 
 
 def _state(descriptor: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ if sys.platform != "win32":
 SUFFIX = ".giw-kv"
 _TEMPORARY = ".tmp"
 MAX_NAME = 100
+_ASIDE = re.compile(rf".+{re.escape(SUFFIX)}\.[0-9a-f]{{16}}", re.DOTALL)
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", re.ASCII)
 
 
@@ -77,11 +78,14 @@ def prepare(folder: Path) -> None:
             _remove(leftover)
 
 
-def list_kept(folder: Path) -> list[KeptFile]:
-    """All files, the one used last first."""
+def list_kept(folder: Path, *, set_aside: bool = False) -> list[KeptFile]:
+    """The files of all conversations, the one used last first; `set_aside`: also those of other models."""
     found = []
     with contextlib.suppress(OSError):
-        for path in folder.glob(f"*{SUFFIX}"):
+        paths = [*folder.glob(f"*{SUFFIX}")]
+        if set_aside:
+            paths += [path for path in folder.glob(f"*{SUFFIX}.*") if _ASIDE.fullmatch(path.name)]
+        for path in paths:
             with contextlib.suppress(OSError):
                 info = path.lstat()
                 if stat.S_ISREG(info.st_mode):
@@ -94,7 +98,7 @@ def make_room(folder: Path, cap_bytes: int, spare: Collection[Path] = ()) -> lis
 
     Files that are in use, here or in another process, and those of `spare` stay.
     """
-    kept = list_kept(folder)
+    kept = list_kept(folder, set_aside=True)
     total = sum(file.num_bytes for file in kept)
     removed = []
     for file in reversed(kept):
@@ -102,7 +106,8 @@ def make_room(folder: Path, cap_bytes: int, spare: Collection[Path] = ()) -> lis
             break
         with contextlib.suppress(KVFileError, OSError):
             if file.path not in spare:
-                remove(file.path)
+                _remove(temporary_of(file.path))
+                _remove(file.path)
                 removed.append(file)
                 total -= file.num_bytes
     return removed
@@ -112,6 +117,9 @@ def remove(path: Path) -> None:
     """Leave nothing of a conversation's file. Raises KVFileLockedError if it is in use, OSError if that fails."""
     _remove(temporary_of(path))
     _remove(path)
+    for aside in list(path.parent.iterdir()):
+        if aside.name.startswith(f"{path.name}.") and _ASIDE.fullmatch(aside.name):
+            _remove(aside)
 
 
 def _remove(path: Path) -> None:
@@ -129,6 +137,11 @@ def _remove(path: Path) -> None:
 def temporary_of(path: Path) -> Path:
     """Where a file is written anew before it takes its place: one name, so that a crash leaves at most one behind."""
     return path.with_name(path.name + _TEMPORARY)
+
+
+def aside_of(path: Path, key: str) -> Path:
+    """Where a conversation's file lies while another model goes on with it; `key`: of whose it is (`Identity.key`)."""
+    return path.with_name(f"{path.name}.{key}")
 
 
 def create_locked(path: Path) -> int:

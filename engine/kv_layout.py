@@ -125,6 +125,11 @@ class Identity:
         assert len(self.architecture) <= 16
         assert len(self.kv_type) <= 8
 
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits, others for every other identity."""
+        return hashlib.sha256(pack_header(self, bytes(16))).hexdigest()[:16]
+
     def mismatch(self, mine: Identity) -> str | None:
         """Why K/V with this identity are of no use where `mine` is in use, or None if they are."""
         if self.model != mine.model:

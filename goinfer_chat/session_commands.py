@@ -170,7 +170,7 @@ def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
         return 0
     for line in columns([HEADINGS, *rows]):
         out.line(line)
-    if kept := list_kept(session_folder(context.obj["session_dir"])):
+    if kept := list_kept(session_folder(context.obj["session_dir"]), set_aside=True):
         total = sum(file.num_bytes for file in kept)
         Stream(sys.stderr).line(f"caches: {size(total)} of at most {size(_kv_cap_bytes())} (--kv-cap)", dim=True)
     return 0

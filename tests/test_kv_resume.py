@@ -26,7 +26,7 @@ from engine import kept_files, load
 from engine.api import Event, Finished, Message, Notice, Reply, Request, SamplingParams, TextDelta
 from engine.errors import UsageError
 from engine.kv_file import KVFile
-from engine.kv_folder import KVFileLockedError, path_of, prepare
+from engine.kv_folder import KVFileLockedError, aside_of, path_of, prepare, remove
 from engine.kv_layout import Identity, KVLayout
 from engine.local import LocalEngine
 from engine.memory import MemoryPlan
@@ -550,8 +550,8 @@ def cold_ids(chat: Chat, num_messages: int) -> tuple[int, ...]:
     return last.reply.ids
 
 
-def test_another_model_s_file_is_named_as_such_and_replaced(folder: Path) -> None:
-    chat, _ = started(folder)
+def test_another_model_s_file_is_named_as_such_and_set_aside_until_that_model_goes_on(folder: Path) -> None:
+    chat, kept = started(folder)
     with make(folder, model=b"n" * 32) as engine:
         assert engine.info.kept_conversations == 0
         reply = chat.ask(engine, "go on")
@@ -559,6 +559,48 @@ def test_another_model_s_file_is_named_as_such_and_replaced(folder: Path) -> Non
         assert reply.stats.prefill_reused_tokens == 0
     with make(folder, model=b"n" * 32) as engine:
         assert prefilled(chat.ask(engine, "and on")) == added_by("and on")
+    assert sorted(path.name for path in folder.glob("work*")) == ["work.giw-kv", f"work.giw-kv.{identity().key}"]
+    with make(folder) as engine:
+        reply = chat.ask(engine, "back")
+        assert reply.stats.prefill_reused_tokens == reply.stats.restored_tokens == kept
+        assert chat.said[0].startswith(f"resumed {kept} of {kept} tokens, ")
+    assert reply.ids == cold_ids(chat, len(chat.messages))
+    with make(folder, model=b"n" * 32) as engine:  # and there again
+        reply = chat.ask(engine, "once more")
+        assert prefilled(reply) < reply.stats.prompt_tokens / 2
+    remove(path_of(folder, "work"))
+    assert list(folder.glob("work*")) == []
+
+
+def test_files_that_are_set_aside_count_for_the_cap(folder: Path) -> None:
+    chat, _ = started(folder)
+    with make(folder, model=b"n" * 32) as engine:
+        chat.ask(engine, "go on")
+    aside = aside_of(path_of(folder, "work"), identity().key)
+    os.utime(aside, (1000, 1000))
+    with make(folder, model=b"n" * 32, cap_bytes=aside.stat().st_size) as engine:
+        chat.ask(engine, "and on")
+        assert chat.said[-1].startswith("removed the cache of 1 conversation not used for longest")
+    assert [path.name for path in folder.glob("work*")] == ["work.giw-kv"]
+
+
+def test_what_a_model_left_in_the_middle_of_a_swap_is_found(folder: Path) -> None:
+    chat, kept = started(folder)
+    path = path_of(folder, "work")
+    path.rename(aside_of(path, identity().key))
+    with make(folder) as engine:
+        assert chat.ask(engine, "go on").stats.restored_tokens == kept
+
+
+def test_a_file_that_is_in_use_elsewhere_is_not_swapped(folder: Path) -> None:
+    chat, _ = started(folder)
+    with make(folder, model=b"n" * 32) as engine:
+        chat.ask(engine, "go on")
+    before = {path.name: path.read_bytes() for path in folder.glob("work*")}
+    with make(folder) as engine, KVFile.open(path_of(folder, "work"), identity(b"n" * 32)):
+        chat.ask(engine, "back")
+        assert chat.said == ["not resumed and not saved: locked: another goinfer-chat has this conversation open"]
+    assert {path.name: path.read_bytes() for path in folder.glob("work*")} == before
 
 
 def test_a_file_that_is_in_use_is_left_alone_and_said_once(folder: Path) -> None:
