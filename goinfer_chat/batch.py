@@ -58,6 +58,8 @@ def run_items(
                 outcome = COMMANDS.run(agent, item)
                 if text := outcome.shown(COLUMNS):
                     say.line(text)
+                if outcome.copy is not None:
+                    say.line(outcome.copy)
                 if outcome.shell is not None:
                     _shell(agent, outcome.shell, say)
                 if outcome.edit is not None:

@@ -11,6 +11,7 @@ from goinfer_chat.conversation_commands import CONVERSATION_COMMANDS
 from goinfer_chat.message_commands import MESSAGE_COMMANDS
 from goinfer_chat.registry import Command, Outcome, Registry
 from goinfer_chat.setting_commands import setting_commands
+from goinfer_chat.view_commands import VIEW_COMMANDS
 
 
 def _help(registry: Callable[[], Registry]) -> Command:
@@ -69,6 +70,7 @@ def build_registry() -> Registry:
             Command(name="quit", help="End the program; so does Ctrl-D.", run=_quit, aliases=("exit",)),
             *CONVERSATION_COMMANDS,
             *MESSAGE_COMMANDS,
+            *VIEW_COMMANDS,
             *setting_commands(),
         ]
     )

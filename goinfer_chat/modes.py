@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from engine.api import Engine
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
+from goinfer_chat.remembered import recall, remember
 from goinfer_chat.render import JsonView, TextView, View
 from goinfer_chat.script import Item, read_script
-from goinfer_chat.settings import Settings
+from goinfer_chat.settings import PanelSize, Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
 from goinfer_chat.turn import open_engine
 
@@ -45,7 +47,11 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
         open_engine(make_engine(settings, screen, conversations.kv_folder)) as engine,
     ):
         agent = Agent(engine, settings, conversations)
-        return run_repl(agent, terminal, screen, partial(_view, settings, replies, screen))
+        views = PromptViews(agent, replies, screen)
+        try:
+            return run_repl(agent, terminal, screen, views)
+        finally:
+            views.keep()
 
 
 def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int:
@@ -72,4 +78,40 @@ def _run(items: Iterator[Item], settings: Settings, make_engine: EngineFactory, 
 def _view(settings: Settings, replies: Stream, side: Stream) -> View:
     if settings.json:
         return JsonView(replies, side, ids=settings.ids, quiet=settings.quiet)
-    return TextView(replies, side, quiet=settings.quiet)
+    return TextView(replies, side, quiet=settings.quiet, progress=not settings.plain)
+
+
+class PromptViews:
+    """Makes the view of each turn at a prompt, as the settings of the moment and the terminal allow."""
+
+    def __init__(self, agent: Agent, replies: Stream, screen: Stream) -> None:
+        self._agent = agent
+        self._replies = replies
+        self._screen = screen
+        agent.settings = agent.settings.changed({"panel": agent.settings.panel or recalled_panel()})
+        self._panel = agent.settings.panel
+
+    def __call__(self) -> View:
+        settings, screen = self._agent.settings, self._screen
+        self.keep()
+        if settings.json or settings.plain or self._replies is not screen or not screen.moves:
+            return _view(settings, self._replies, screen)
+
+        from goinfer_chat.live_view import LiveView
+        from goinfer_chat.themes import theme_for
+
+        theme = theme_for(settings.theme, os.environ)
+        info, size = self._agent.engine.info, settings.panel or "line"
+        return LiveView(screen, theme, info, size=size, raw=settings.raw, quiet=settings.quiet)
+
+    def keep(self) -> None:
+        """Remember the size of the panel, if another one was chosen here."""
+        size = self._agent.settings.panel
+        if size is not None and size != self._panel:
+            self._panel = size
+            remember("panel", size)
+
+
+def recalled_panel() -> PanelSize:
+    found = recall("panel")
+    return next((size for size in get_args(PanelSize) if size == found), "line")

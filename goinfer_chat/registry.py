@@ -29,6 +29,8 @@ class Outcome:
     """To be asked when a person has changed its text in an editor."""
     shell: ShellCommand | None = None
     """To be run in the person's own terminal."""
+    copy: str | None = None
+    """To be put on the clipboard, or shown where there is none."""
     quit: bool = False
 
     def shown(self, columns: int) -> str:

@@ -26,6 +26,10 @@ class View(Protocol):
 
     def tick(self) -> None: ...
 
+    def pause(self) -> None:
+        """Leave the terminal to somebody else until the next tick or event."""
+        ...
+
     def close(self) -> None:
         """The turn is over, however it ended."""
         ...
@@ -40,8 +44,11 @@ class TextView:
         side: Stream,
         *,
         quiet: bool = False,
+        progress: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`progress`: whether a line may come and go while the prompt is read."""
+        self._progress = progress and not quiet
         self._replies = replies
         self._side = side
         self._quiet = quiet
@@ -68,8 +75,11 @@ class TextView:
 
     def tick(self) -> None:
         waited = self._clock() - self._started
-        if self._prefill and not self._replying and not self._quiet and waited >= PROGRESS_AFTER_SECONDS:
+        if self._prefill and not self._replying and self._progress and waited >= PROGRESS_AFTER_SECONDS:
             self._side.status(prefill_line(self._prefill))
+
+    def pause(self) -> None:
+        self._side.clear_status()
 
     def close(self) -> None:
         self._side.clear_status()
@@ -77,12 +87,8 @@ class TextView:
 
     def _finish(self, reply: Reply) -> None:
         self.close()
-        if self._quiet:
-            return
-        if reply.finish_reason == "cancelled" and not reply.ids:
-            self._side.line("stopped before the reply began; the message was not kept", dim=True)
-        else:
-            self._side.line(stats_line(reply), dim=True)
+        if not self._quiet:
+            self._side.line(closing_line(reply), dim=True)
 
 
 class JsonView:
@@ -103,8 +109,18 @@ class JsonView:
     def tick(self) -> None:
         self._progress.tick()
 
+    def pause(self) -> None:
+        self._progress.pause()
+
     def close(self) -> None:
         self._progress.close()
+
+
+def closing_line(reply: Reply) -> str:
+    """What stands below a reply."""
+    if reply.finish_reason == "cancelled" and not reply.ids:
+        return "stopped before the reply began; the message was not kept"
+    return stats_line(reply)
 
 
 def prefill_line(progress: PrefillProgress) -> str:
@@ -134,14 +150,14 @@ def stats_line(reply: Reply) -> str:
 
 
 def banner(info: ModelInfo) -> list[str]:
-    """At most four lines: the model and what runs it, what is kept in memory, notices, what to type."""
+    """At most three lines: the model and what runs it; what is kept in memory; notices, if any, and what to type."""
     size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
     threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
+    keys = "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends"
     return [
         f"{info.name} ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}",
         *([reuse_line(info)] if info.session_reuse else []),
-        *(["; ".join(info.notices)] if info.notices else []),
-        "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends",
+        f"{'; '.join(info.notices)} | /help lists the commands" if info.notices else keys,
     ]
 
 

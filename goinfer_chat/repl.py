@@ -10,10 +10,11 @@ from dataclasses import replace
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.attachments import mentioned
+from goinfer_chat.clipboard import copy_with_program, osc52
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversation_commands import recent, resumed
 from goinfer_chat.editor import edited
-from goinfer_chat.listing import excerpt
+from goinfer_chat.listing import counted, excerpt
 from goinfer_chat.message_commands import attached
 from goinfer_chat.prompt.ending import PromptEnded, ending_on_signals
 from goinfer_chat.prompt.keys import LineCleared
@@ -111,6 +112,8 @@ class Repl:
         outcome = COMMANDS.run(self._agent, command)
         if text := outcome.shown(shutil.get_terminal_size().columns):
             self._screen.line(text)
+        if outcome.copy is not None:
+            self._copy(outcome.copy)
         if outcome.shell is not None:
             self._shell(outcome.shell)
         ask = outcome.ask
@@ -127,6 +130,16 @@ class Repl:
     def _ask(self, ask: Ask) -> None:
         with self._editor.marking_pastes():
             play_turn(self._agent, ask, self._make_view())
+
+    def _copy(self, text: str) -> None:
+        screen, characters = self._screen, counted(len(text), "character")
+        if (program := copy_with_program(text)) is not None:
+            screen.line(f"Copied {characters} with {program}.", dim=True)
+        elif screen.moves and (sequence := osc52(text)) is not None:
+            screen.frame(sequence)
+            screen.line(f"Sent {characters} to the terminal's clipboard. If it takes none: /copy FILE", dim=True)
+        else:
+            screen.line(text)
 
     def _edit(self, text: str) -> str:
         with self._terminal.lent():

@@ -54,6 +54,8 @@ def _setting(setting: Setting) -> Command:
     def run(agent: Agent, argument: str) -> Outcome:
         if argument:
             _change(agent, setting, argument)
+        elif setting.toggles:
+            _change(agent, setting, "off" if agent.settings.value(setting.name) else "on")
         return Outcome(f"{setting.flag} {_value(agent, setting)}")
 
     return Command(

@@ -28,6 +28,8 @@ ENVIRONMENT_PREFIX: Final = "GOINFER_CHAT_"
 BACKENDS: Final = ("cpu",)
 Keys = Literal["emacs", "vi"]
 Think = Literal["auto", "on", "off"]
+Theme = Literal["auto", "light", "dark", "none"]
+PanelSize = Literal["off", "line", "panel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,11 @@ class Settings:
     shell: bool = False
     think: Think = "auto"
     think_tokens: int | None = None
+    theme: Theme = "auto"
+    panel: PanelSize | None = None
+    """None: what was chosen last."""
+    raw: bool = False
+    plain: bool = False
     config: str | None = None
     profile: str | None = None
 
@@ -82,6 +89,10 @@ class Settings:
             raise UsageError(f"unknown kv {self.kv_type!r}; there is: {', '.join(get_args(KVType))}")
         if self.speculation not in get_args(SpeculationMode):
             raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}")
+        if self.theme not in get_args(Theme):
+            raise UsageError(f"unknown theme {self.theme!r}; there is: {', '.join(get_args(Theme))}")
+        if self.panel is not None and self.panel not in get_args(PanelSize):
+            raise UsageError(f"unknown panel {self.panel!r}; there is: {', '.join(get_args(PanelSize))}")
         if self.continue_last + self.ephemeral + (self.resume is not None) + (self.save is not None) > 1:
             raise UsageError("only one of --continue, --resume, --save and --ephemeral can be obeyed")
         if not all(self.stop):
@@ -118,6 +129,8 @@ class Setting:
     """Whether a slash command changes it while a model is loaded."""
     switch: bool = False
     repeatable: bool = False
+    toggles: bool = False
+    """Whether its command without an argument turns it over."""
     choices: tuple[str, ...] = ()
     """All the values there are, where they are words."""
     topic: str = "program"
@@ -272,6 +285,26 @@ SETTINGS: Final = (
         help="Lines typed in earlier sessions that Up finds; 0 keeps none.",
         topic="prompt",
     ),
+    _words("theme", get_args(Theme), "Colours for a light or a dark background; auto: for both.", "screen"),
+    Setting(
+        flag="panel",
+        parse=optional(one_of(get_args(PanelSize))),
+        help="How much is shown of a turn while it runs; none: what was chosen last.",
+        argument="|".join(get_args(PanelSize)),
+        choices=get_args(PanelSize),
+        in_chat=True,
+        topic="screen",
+    ),
+    Setting(
+        flag="raw",
+        parse=parse_bool,
+        help="Show replies as they are written, not as Markdown.",
+        switch=True,
+        toggles=True,
+        in_chat=True,
+        topic="screen",
+    ),
+    _switch("plain", "For screen readers: text from top to bottom, nothing is drawn again.", topic="screen"),
     _switch("shell", "Let a script run commands with /shell.", topic="scripts"),
     _switch("json", "One JSON object for each turn.", topic="scripts"),
     _switch("ids", "Add token ids to --json.", topic="scripts"),

@@ -150,7 +150,7 @@ def _topic_order(topic: str) -> int:
 def _default(setting: Setting) -> str:
     value = Settings().value(setting.name)
     if value is None:
-        return to_toml("none" if setting.argument == "N" else setting.argument)
+        return to_toml("none" if setting.argument == "N" or setting.choices else setting.argument)
     if setting.choices:
         return f"{to_toml(value)}  # {setting.argument}"
     return to_toml(value)

@@ -16,6 +16,7 @@ from types import FrameType, MappingProxyType
 from typing import Final, NoReturn, TextIO
 
 from engine.errors import GoinferError
+from goinfer_chat.colours import depth_of
 
 _KEPT = "\n\t"
 _C0 = [*range(0x20), 0x7F]
@@ -24,6 +25,8 @@ _SURROGATES = range(0xD800, 0xE000)
 # Overrides, embeddings and isolates let text show in another order than it has (CVE-2021-42574). Plain marks
 # (U+200E, U+200F) and joiners stay: right-to-left text and emoji need them.
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+# Terminals do not agree on whether these end a line.
+_SEPARATORS = [0x2028, 0x2029]
 
 
 def _removed() -> dict[int, str]:
@@ -33,13 +36,17 @@ def _removed() -> dict[int, str]:
 
 def _shown() -> dict[int, str]:
     table = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421", ord("\r"): ""}
-    table |= {code: f"<U+{code:04X}>" for code in [*_C1, *_BIDI]}
+    table |= {code: f"<U+{code:04X}>" for code in [*_C1, *_BIDI, *_SEPARATORS]}
     table |= dict.fromkeys(_SURROGATES, "�")
     return {code: text for code, text in table.items() if chr(code) not in _KEPT}
 
 
 _FOR_FILES: Final = MappingProxyType(_removed())
 _FOR_TERMINALS: Final = MappingProxyType(_shown())
+
+_PICTURES: Final = "─━│┃┌┐└┘├┤┬┴┼╭╮╰╯▌█▓▒░▁▂▃▄▅▆▇•◦▪…✓✗"
+_IN_ASCII: Final = MappingProxyType(str.maketrans(_PICTURES, "--||+++++++++++++|##=.1234567*o*.+x"))
+"""For a locale that cannot write the borders and bars of tables and panels."""
 
 
 def sanitize(text: str, *, terminal: bool) -> str:
@@ -74,15 +81,16 @@ class ReaderGoneError(OutputError):
 class Stream:
     """Standard output or standard error, and what it can do.
 
-    `terminal`: a person reads it. `colour`: styles may be used. `moves`: the cursor may be moved within the line,
-    which the status line needs. A stream that is closed takes everything and shows nothing.
+    `terminal`: a person reads it. `colour`: styles may be used. `moves`: the cursor may be moved, which passing lines
+    need. `pictures`: the locale can write borders and bars. A stream that is closed takes everything, shows nothing.
     """
 
     def __init__(self, file: TextIO | None, environ: Mapping[str, str] = os.environ) -> None:
         self.file = file
         self.terminal = file is not None and file.isatty()
         self.moves = self.terminal and environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
-        self.colour = self.moves and not environ.get("NO_COLOR")
+        self.colour = self.terminal and depth_of(environ) > 0
+        self.pictures = _can_write(file, _PICTURES)
         self._status = ""
         self._at_line_start = True
         # A character the locale cannot write becomes "?" and never an error.
@@ -92,6 +100,16 @@ class Stream:
     @property
     def is_open(self) -> bool:
         return self.file is not None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and rows: as the terminal says, else as COLUMNS and LINES do, else 80 x 24."""
+        with suppress(OSError, ValueError, AttributeError):
+            size = os.get_terminal_size(self.file.fileno())  # type: ignore[union-attr]
+            if size.columns > 0 and size.lines > 0:
+                return size.columns, size.lines
+        size = shutil.get_terminal_size()
+        return size.columns, size.lines
 
     def write(self, text: str) -> None:
         """Write sanitized text at once. Raises OutputError, as everything here that writes does."""
@@ -113,6 +131,12 @@ class Stream:
         clean = sanitize(text, terminal=self.terminal)
         self._emit(f"\x1b[2m{clean}\x1b[22m\n" if dim and self.colour else clean + "\n")
 
+    def frame(self, sequences: str) -> None:
+        """Write what draws a part of the screen, which only `live.LiveRegion` makes: every text in it is clean."""
+        self.clear_status()
+        self._emit(sequences)
+        self._at_line_start = True
+
     def status(self, text: str) -> None:
         """Show a passing line, in place of the last one; nothing unless the cursor may be moved.
 
@@ -120,7 +144,7 @@ class Stream:
         """
         if not self.moves or not self._at_line_start:
             return
-        width = shutil.get_terminal_size().columns
+        width = self.size[0]
         text = sanitize(text, terminal=True).replace("\n", " ")[: max(width - 1, 0)]
         if text == self._status:
             return
@@ -135,6 +159,8 @@ class Stream:
     def _emit(self, text: str) -> None:
         if self.file is None:
             return
+        if not self.pictures:
+            text = text.translate(_IN_ASCII)
         try:
             self.file.write(text)
             self.file.flush()
@@ -143,6 +169,15 @@ class Stream:
             if isinstance(error, BrokenPipeError):
                 raise ReaderGoneError("the reader has gone") from None
             raise OutputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _can_write(file: TextIO | None, text: str) -> bool:
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def open_closed_descriptors() -> None:

@@ -16,7 +16,7 @@ from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.render import View
 
 ENGINE_THREAD: Final = "engine"
-TICK_SECONDS: Final = 0.1
+TICK_SECONDS: Final = 1 / 15
 PATIENCE_SECONDS: Final = 2.0
 """How long an engine may take to stop before another Ctrl-C ends the program."""
 
@@ -30,8 +30,15 @@ def play_turn(agent: Agent, ask: Ask, view: View) -> Reply:
     cancel = threading.Event()
     reply: Reply | None = None
     try:
-        with stopping_on_interrupt(cancel), closing(events_of(agent, ask, cancel)) as events:
+        with (
+            stopping_on_interrupt(cancel),
+            waiting_to_suspend() as suspended,
+            closing(events_of(agent, ask, cancel)) as events,
+        ):
             for event in events:
+                if suspended.wanted:
+                    view.pause()
+                    suspended()
                 if event is None:
                     view.tick()
                 else:
@@ -111,3 +118,39 @@ def stopping_on_interrupt(cancel: threading.Event, clock: Callable[[], float] = 
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class Suspension:
+    """Ctrl-Z that waits until the screen is in order."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._suspend = signal.getsignal(signal.SIGTSTP) if hasattr(signal, "SIGTSTP") else None
+
+    def __call__(self) -> None:
+        """What the signal did before."""
+        self.wanted = False
+        if callable(self._suspend):
+            self._suspend(signal.SIGTSTP, None)
+
+    @property
+    def is_needed(self) -> bool:
+        """Where nobody restores the terminal, the signal is left alone."""
+        return callable(self._suspend)
+
+    def want(self, _signal: int, _frame: FrameType | None) -> None:
+        self.wanted = True
+
+
+@contextmanager
+def waiting_to_suspend() -> Iterator[Suspension]:
+    """Inside, SIGTSTP only asks to be suspended; whoever draws on the terminal does it between two frames."""
+    suspension = Suspension()
+    if not suspension.is_needed:
+        yield suspension
+        return
+    previous = signal.signal(signal.SIGTSTP, suspension.want)
+    try:
+        yield suspension
+    finally:
+        signal.signal(signal.SIGTSTP, previous)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.api import (
@@ -19,6 +19,7 @@ from engine.api import (
     ModelInfo,
     Notice,
     PrefillProgress,
+    Progress,
     Reply,
     Request,
     TextDelta,
@@ -44,6 +45,8 @@ class ScriptedTurn:
     """One of: context, template, engine, bug."""
     deaf: bool = False
     """Whether it ignores `Request.cancel`."""
+    guesses: bool = False
+    """Whether tokens are guessed ahead, two of three rightly, and the figures told after each piece."""
 
 
 class ScriptedEngine:
@@ -123,6 +126,8 @@ class ScriptedEngine:
             first = first or time.monotonic()
             played += 1
             yield TextDelta(piece)
+            if turn.guesses:
+                yield Progress(self._stats(request, turn, played, reused, (first - submitted) * 1000))
         self._cached = total + played
         yield self._finished(request, turn, played, reused, reason, first and (first - submitted) * 1000)
 
@@ -135,6 +140,14 @@ class ScriptedEngine:
         reason: FinishReason,
         ttft_ms: float | None,
     ) -> Finished:
+        stats = self._stats(request, turn, played, reused, ttft_ms)
+        text = "".join(turn.pieces[:played])
+        ids, prompt_ids = tuple(range(played)), tuple(range(stats.prompt_tokens))
+        return Finished(Reply(text=text, ids=ids, prompt_ids=prompt_ids, finish_reason=reason, stats=stats))
+
+    def _stats(
+        self, request: Request, turn: ScriptedTurn, played: int, reused: int, ttft_ms: float | None
+    ) -> TurnStats:
         total = self.count_tokens(request)
         stats = TurnStats(
             prompt_tokens=total,
@@ -149,9 +162,9 @@ class ScriptedEngine:
             kv_bytes=total + played,
             seed=request.sampling.seed,
         )
-        text = "".join(turn.pieces[:played])
-        ids, prompt_ids = tuple(range(played)), tuple(range(total))
-        return Finished(Reply(text=text, ids=ids, prompt_ids=prompt_ids, finish_reason=reason, stats=stats))
+        if not turn.guesses:
+            return stats
+        return replace(stats, draft_tokens=3 * played, draft_accepted=2 * played, acceptance=2 / 3, tokens_per_step=3.0)
 
     def count_tokens(self, request: Request) -> int:
         return sum(len(message.content.split()) + 2 for message in request.messages)

@@ -1,0 +1,98 @@
+"""Code with its colours, also while it grows line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from goinfer_chat.cells import PLAIN, Line, Run, Style, merged
+
+if TYPE_CHECKING:
+    from pygments.lexer import Lexer
+
+WINDOW: Final = 120
+"""Lines that are read again with each new one. Behind them reading starts anew, where that is proved to be the same."""
+
+MAX_LINE: Final = 1000
+"""A longer line keeps its block plain: some lexers take quadratic time."""
+
+_STYLES: Final = (
+    ("Token.Comment", Style("faint", italic=True)),
+    ("Token.Keyword.Constant", Style("number")),
+    ("Token.Keyword", Style("keyword")),
+    ("Token.Operator.Word", Style("keyword")),
+    ("Token.Literal.String", Style("string")),
+    ("Token.Literal.Number", Style("number")),
+    ("Token.Name.Function", Style("name")),
+    ("Token.Name.Class", Style("name", bold=True)),
+    ("Token.Name.Decorator", Style("name")),
+    ("Token.Name.Tag", Style("keyword")),
+    ("Token.Name.Attribute", Style("name")),
+    ("Token.Generic.Inserted", Style("good")),
+    ("Token.Generic.Deleted", Style("bad")),
+    ("Token.Generic.Heading", Style("heading")),
+)
+
+
+class Highlighter:
+    """One block of code. Its lines may grow in number from call to call; lines before the last one never change."""
+
+    def __init__(self) -> None:
+        self._anchor = 0
+        """A line at which reading can start as if the block began there."""
+        self._known: tuple[tuple[str, ...], int, list[Line]] | None = None
+
+    def __call__(self, lines: Sequence[str], language: str, start: int) -> list[Line]:
+        lexer = _lexer(language)
+        if lexer is None or any(len(line) > MAX_LINE for line in lines[start:]):
+            return [(Run(line),) for line in lines[start:]]
+        if start < self._anchor:  # the screen has another width, and more has to be shown again
+            self._anchor, self._known = 0, None
+        while (
+            len(lines) - self._anchor > 2 * WINDOW and start >= len(lines) - WINDOW // 2 and self._advance(lexer, lines)
+        ):
+            pass
+        window = tuple(lines[self._anchor :])
+        if self._known is None or self._known[:2] != (window, self._anchor):
+            self._known = window, self._anchor, _lexed(lexer, window)
+        return self._known[2][start - self._anchor :]
+
+    def _advance(self, lexer: Lexer, lines: Sequence[str]) -> bool:
+        """Move the anchor to a line from which the rest reads the same as from the old anchor."""
+        window = lines[self._anchor : self._anchor + 2 * WINDOW]
+        whole = _lexed(lexer, window)
+        for i in range(WINDOW, WINDOW + WINDOW // 2):
+            if window[i][:1].strip() and _lexed(lexer, window[i:]) == whole[i:]:
+                self._anchor += i
+                return True
+        return False
+
+
+@lru_cache(maxsize=32)
+def _lexer(language: str) -> Lexer | None:
+    from pygments.lexers import get_lexer_by_name
+    from pygments.util import ClassNotFound
+
+    try:
+        lexer: Lexer = get_lexer_by_name(language.lower(), stripnl=False, ensurenl=False)
+    except ClassNotFound:
+        return None
+    return lexer
+
+
+@lru_cache(maxsize=256)
+def _style(token_type: str) -> Style:
+    return next((style for prefix, style in _STYLES if token_type.startswith(prefix)), PLAIN)
+
+
+def _lexed(lexer: Lexer, lines: Sequence[str]) -> list[Line]:
+    out: list[list[Run]] = [[]]
+    for token_type, text in lexer.get_tokens("\n".join(lines)):
+        style = _style(str(token_type))
+        first, *more = text.split("\n")
+        out[-1].append(Run(first, style))
+        out += [[Run(part, style)] for part in more]
+    if len(out) != len(lines):  # the lexer has dropped or added a line: colours in the wrong place help nobody
+        return [(Run(line),) for line in lines]
+    return [merged(line) for line in out]

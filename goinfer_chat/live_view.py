@@ -1,0 +1,168 @@
+"""A turn at a prompt: the reply as Markdown while it streams, and below it what the engine is doing.
+
+Text that is final goes to the scrollback; the rest of it and the figures are drawn again, fifteen times a second at
+most and less often where drawing is slow: the engine needs the interpreter too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from engine.api import (
+    Event,
+    Finished,
+    ModelInfo,
+    Notice,
+    PrefillProgress,
+    Progress,
+    Reply,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallReady,
+)
+from goinfer_chat.cells import DIM, Line, Run, Style, wrap
+from goinfer_chat.live import LiveRegion
+from goinfer_chat.markdown_stream import MarkdownStream, RawStream, ReplyStream
+from goinfer_chat.panels import ToolRow, ToolStatus, TurnFigures, figures_line, figures_panel, seconds_text
+from goinfer_chat.render import PROGRESS_AFTER_SECONDS, closing_line
+from goinfer_chat.settings import PanelSize
+from goinfer_chat.terminal import Stream, sanitize
+from goinfer_chat.themes import Theme
+
+FRAME_SECONDS: Final = 1 / 15
+DRAWING_SHARE: Final = 0.05
+"""Of the time at most: a frame that took 5 ms is followed by 100 ms without one."""
+
+THINKING_ROWS: Final = 3
+
+
+class LiveView:
+    def __init__(
+        self,
+        screen: Stream,
+        theme: Theme,
+        info: ModelInfo,
+        *,
+        size: PanelSize = "line",
+        raw: bool = False,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """On a screen that `moves`."""
+        self._region = LiveRegion(screen, theme)
+        self._size: PanelSize = "off" if quiet else size
+        self._quiet = quiet
+        self._clock = clock
+        self._reply: ReplyStream = RawStream() if raw else MarkdownStream(keep_marks=not theme.has_styles)
+        self._thinking = ""
+        self._thinking_since = 0.0
+        self._figures = TurnFigures(
+            started=clock(), context_size=info.context_size, kv_bytes_per_token=info.kv_bytes_per_token
+        )
+        self._next_frame = 0.0
+        self._ended = False
+
+    def event(self, event: Event) -> None:
+        now = self._clock()
+        self._ended = isinstance(event, Finished)
+        figures = self._figures
+        match event:
+            case PrefillProgress():
+                if figures.replying:
+                    self._end_round()
+                figures.take_prefill(event, now)
+            case Progress():
+                figures.take_stats(event.stats, now)
+            case TextDelta():
+                if not figures.replying or figures.thinking:
+                    figures.replying, figures.thinking = True, False
+                    self._fold_thinking()
+                self._reply.push(event.text)
+            case ThinkingDelta():
+                if not self._thinking:
+                    self._thinking_since = now
+                figures.replying = figures.thinking = True
+                self._thinking += event.text
+            case ToolCallReady():
+                self.tool(event.call.id, event.call.name, "waits")
+            case Notice() if not self._quiet:
+                self._say(event.text)
+            case Finished():
+                self._finish(event.reply)
+                return
+            case _:
+                pass
+        self.tick()
+
+    def tick(self) -> None:
+        if not self._ended and self._clock() >= self._next_frame:
+            self._draw()
+
+    def tool(self, call: str, name: str, status: ToolStatus) -> None:
+        """A tool call comes into a state; the time is taken from when it began to wait or to run."""
+        now, row = self._clock(), self._figures.tools.get(call)
+        if status in ("waits", "runs"):
+            self._figures.tools[call] = ToolRow(name, status, now)
+        elif row is not None:
+            row.status, row.seconds = status, now - row.since
+
+    def pause(self) -> None:
+        """Take the live rows away, for whoever gets the terminal next; the next tick draws them again."""
+        self._region.close()
+
+    def close(self) -> None:
+        self._end_round()
+        self._region.close()
+
+    def _end_round(self) -> None:
+        """What was said stands; what follows begins below it."""
+        self._fold_thinking()
+        rows = self._reply.finish(self._region.columns)
+        if rows:
+            self._region.show(rows, ())
+
+    def _fold_thinking(self) -> None:
+        if self._thinking and not self._quiet:
+            num_words = len(self._thinking.split())
+            seconds = seconds_text(self._clock() - self._thinking_since)
+            self._say(f"thought for {seconds}, {num_words:,} words")
+        self._thinking = ""
+
+    def _say(self, text: str) -> None:
+        """A line of its own, above what is live."""
+        clean = sanitize(text, terminal=True)
+        self._region.show([row.line for row in wrap([Run(clean, DIM)], self._region.columns)], ())
+
+    def _finish(self, reply: Reply) -> None:
+        self._end_round()
+        if not self._quiet:
+            self._say(closing_line(reply))
+        self._region.close()
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+        columns, max_rows = self._region.columns, self._region.max_rows
+        final = self._reply.take(columns)
+        text = [*self._thinking_rows(columns), *self._reply.live(columns)]
+        panel = self._panel(columns, max_rows)
+        self._region.show(final, [*text[max(len(text) - max_rows + len(panel), 0) :], *panel])
+        cost = time.perf_counter() - started
+        self._next_frame = self._clock() + max(FRAME_SECONDS, cost / DRAWING_SHARE)
+
+    def _thinking_rows(self, columns: int) -> Sequence[Line]:
+        if not self._thinking:
+            return ()
+        text = sanitize(" ".join(self._thinking[-columns * (THINKING_ROWS + 1) :].split()), terminal=True)
+        rows = wrap([Run(text, Style("faint", italic=True))], columns)
+        return [row.line for row in rows[-THINKING_ROWS:]]
+
+    def _panel(self, columns: int, max_rows: int) -> list[Line]:
+        """At most half of the screen. What is done at once shows none: it would only flicker."""
+        now = self._clock()
+        if self._size == "off" or now - self._figures.started < PROGRESS_AFTER_SECONDS or not max_rows:
+            return []
+        if self._size == "line":
+            return [figures_line(self._figures, columns, now)]
+        return figures_panel(self._figures, columns, max(max_rows // 2, 1), now)
