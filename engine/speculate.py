@@ -3,8 +3,9 @@
 A step that checks n guesses reads the weights once, so it costs far less than n steps. `Speculation` decides for one
 reply, before each step, how many tokens its drafter guesses:
 
-- `Acceptance` knows how often guesses come true, by the length of the match they go on from. It learns from every
-  token, also from those that were not guessed: what would have been the guess is compared with what was drawn.
+- A drafter (`drafters.py`) makes guesses, each of some kind, and `Acceptance` knows how often guesses of a kind come
+  true. It learns from every token, also from those that were not guessed: what would have been the guess is compared
+  with what was drawn.
 - `StepCosts` knows how long a step with so many rows takes, from timing them.
 - The count with the most expected tokens a second is taken; none, where plain decoding has most.
 - `Guard` adds up what steps with guesses took. Where they lost time after all, nothing is guessed for a while.
@@ -22,8 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from engine.draft_model import DraftModel, Pick
+from engine.drafters import Acceptance, Drafter, Guess, ModelDrafter, NgramDrafter
 from engine.kv_cache import BlockTable
-from engine.ngram import LONGEST, NgramIndex
+from engine.ngram import NgramIndex
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Rows of a step that are told apart; kernels work on 8 rows at once, so what lies between costs about the next one."""
@@ -36,27 +39,6 @@ class StepTime:
     seconds: float
     num_rows: int
     num_running: int
-
-
-class Acceptance:
-    """How likely the next token of a match of some length is right, by powers of two of the length.
-
-    It forgets: the last 40 or so outcomes of a length count, since a conversation changes from answers to copies.
-    """
-
-    def __init__(self) -> None:
-        # For lengths 1, 2-3, 4-7, ... and LONGEST: about what code and prose gave; each is worth 8 outcomes.
-        self._chances = [0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97]
-        self._counts = [8] * len(self._chances)
-        assert LONGEST.bit_length() == len(self._chances)
-
-    def chance(self, length: int) -> float:
-        return self._chances[min(length, LONGEST).bit_length() - 1]
-
-    def observe(self, length: int, right: bool) -> None:
-        kind = min(length, LONGEST).bit_length() - 1
-        self._counts[kind] = min(self._counts[kind] + 1, 40)
-        self._chances[kind] += (right - self._chances[kind]) / self._counts[kind]
 
 
 class StepCosts:
@@ -171,7 +153,9 @@ class Speculation:
     MARGIN = 1.03
     """Guessing must promise this much more than plain decoding: odds and costs are estimates."""
 
-    def __init__(self, history: History, costs: StepCosts, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, history: History, costs: StepCosts, end_ids: frozenset[int], drafter: Drafter | None = None
+    ) -> None:
         self.costs = costs
         self.num_steps = 0
         self.num_drafted_steps = 0
@@ -182,25 +166,20 @@ class Speculation:
         self.saved_seconds = 0.0
         self._history = history
         self._end_ids = end_ids
-        self._begun = False
-        self._length = 0  # of the match at the last step, and the guesses that it gave, checked or not
-        self._guess: list[int] = []
+        self._drafter = drafter if drafter is not None else NgramDrafter(history.index)
+        self._guesses: list[Guess] = []  # of the last step, checked or not
 
     def draft(self, ids: Sequence[int], limit: int, num_running: int = 1) -> list[int]:
         """At most `limit` tokens that may follow `ids`, worth checking in a step of `num_running` generations.
 
         `ids` is the whole conversation so far, and only grows from call to call.
         """
-        index = self._history.index
-        if self._begun:
-            index.extend(ids[len(index) :])
-        else:
-            index.follow(ids)
-            self._begun = True
-        self._length = index.match()
-        count = self._count(limit, num_running, len(ids))
-        self._guess = index.guess(max(1, count))
-        draft = self._guess[:count]
+        idle = limit < 1 or self._history.guard.pausing or self.costs.due(len(ids))
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.step_seconds = self.costs.plain(1)
+        self._guesses = self._drafter.guess(ids, 1 if idle else limit, free=idle)
+        count = 0 if idle else self._count(self._guesses, num_running)
+        draft = [guess.token for guess in self._guesses[:count]]
         # What follows the end of a reply is never said.
         return draft[: next((i for i, token in enumerate(draft) if token in self._end_ids), count)]
 
@@ -208,33 +187,34 @@ class Speculation:
         """Take in what the model drew in a step for which `draft` gave `num_drafted` tokens."""
         acceptance, guard = self._history.acceptance, self._history.guard
         accepted = 0
-        for i, (token, guess) in enumerate(zip(drawn, self._guess)):
-            acceptance.observe(self._length + i, token == guess)
-            accepted += token == guess
+        for token, guess in zip(drawn, self._guesses):
+            acceptance.observe(guess.kind, token == guess.token)
+            accepted += token == guess.token
         self.num_steps += 1
         self.num_drawn += len(drawn)
-        if not num_drafted:
+        if not (num_drafted or self._drafter.seconds):
             guard.undrafted()
             return
-        self.num_drafted_steps += 1
+        self.num_drafted_steps += num_drafted > 0
         self.num_guessed += num_drafted
         self.num_accepted += min(accepted, num_drafted)
-        spent = time.seconds * (num_drafted + 1) / time.num_rows
+        spent = time.seconds * (num_drafted + 1) / time.num_rows + self._drafter.seconds
         saved = len(drawn) * self.costs.plain(time.num_running) / time.num_running - spent
         self.saved_seconds += saved
-        self.num_pauses += guard.drafted(saved, spent)
+        if self._guesses:  # else a smaller model reads what was said, which it does once
+            self.num_pauses += guard.drafted(saved, spent)
 
-    def _count(self, limit: int, num_running: int, depth: int) -> int:
-        """How many tokens to guess: as many as promise the most tokens a second."""
-        costs, acceptance, length = self.costs, self._history.acceptance, self._length
-        if not length or limit < 1 or self._history.guard.pausing or costs.due(depth):
+    def _count(self, guesses: Sequence[Guess], num_running: int) -> int:
+        """How many of the guesses to check: as many as promise the most tokens a second."""
+        if not guesses:
             return 0
+        costs, acceptance, limit = self.costs, self._history.acceptance, len(guesses)
         best, chosen = self.MARGIN * num_running / costs.plain(num_running), 0
         expected, chance, counted = float(num_running), 1.0, 0
         for size in range(_size(num_running + 1), len(SIZES)):
             count = min(SIZES[size] - num_running, limit)
-            for i in range(counted, count):
-                chance *= acceptance.chance(length + i)
+            for guess in guesses[counted:count]:
+                chance *= acceptance.chance(guess.kind)
                 expected += chance
             counted = count
             rate = expected / costs.drafted(size)
@@ -248,14 +228,25 @@ class Speculation:
 class Speculator:
     """What speculation keeps from reply to reply: costs on this machine, and the history of each kept conversation."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: DraftModel | None = None) -> None:
+        self.model = model
         self.costs = StepCosts()
         # A conversation is known by its table, so a history lives exactly as long as the cache it belongs to.
         self._histories: WeakKeyDictionary[BlockTable, History] = WeakKeyDictionary()
 
-    def begin(self, table: BlockTable, end_ids: frozenset[int]) -> Speculation:
-        """For a reply of the conversation that `table` belongs to. The first guess brings its history up to date."""
-        return Speculation(self._histories.setdefault(table, History()), self.costs, end_ids)
+    def begin(
+        self, table: BlockTable, end_ids: frozenset[int], model_for: tuple[str, Pick] | None = None
+    ) -> Speculation:
+        """For a reply of the conversation that `table` belongs to. The first guess brings its history up to date.
+
+        `model_for`: the conversation's name and how tokens are drawn, where the smaller model guesses too.
+        """
+        history = self._histories.setdefault(table, History())
+        if model_for is None:
+            return Speculation(history, self.costs, end_ids)
+        assert self.model is not None
+        drafter = ModelDrafter(NgramDrafter(history.index), history.acceptance, self.model, *model_for)
+        return Speculation(history, self.costs, end_ids, drafter)
 
 
 def _size(num_rows: int) -> int:

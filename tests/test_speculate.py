@@ -22,6 +22,7 @@ from tiny_models import write_tiny_model
 
 from engine import generate, load
 from engine.api import Event, Finished, Reply, Request, SamplingParams, SpeculationMode, TextDelta
+from engine.drafters import Guess
 from engine.errors import EngineError, UsageError
 from engine.generate import Generation
 from engine.kv_cache import KVPool
@@ -76,9 +77,9 @@ class Oracle(Speculation):
     def draft(self, ids: Sequence[int], limit: int, num_running: int = 1) -> list[int]:
         coming = self._truth[len(ids) :][:limit]
         right = [self._random.random() < self._share_right for _ in coming]
-        self._guess = [token if ok else self._random.randrange(VOCAB) for token, ok in zip(coming, right)]
-        self._length = 1
-        return self._guess[: self._random.randint(0, len(self._guess))] if self._random.random() < 0.3 else self._guess
+        draft = [token if ok else self._random.randrange(VOCAB) for token, ok in zip(coming, right)]
+        self._guesses = [Guess(token, 0) for token in draft]
+        return draft[: self._random.randint(0, len(draft))] if self._random.random() < 0.3 else draft
 
 
 class Swayed(StandInModel):

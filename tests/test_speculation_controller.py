@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.speculate import SIZES, Acceptance, Guard, History, Speculation, StepCosts, StepTime
+from engine.drafters import Acceptance, match_kind
+from engine.speculate import SIZES, Guard, History, Speculation, StepCosts, StepTime
 
 
 def timed(costs: StepCosts, ratio: Callable[[int], float], rounds: int = 12) -> StepCosts:
@@ -75,19 +76,19 @@ def test_odds_are_learned_from_tokens_that_nobody_guessed() -> None:
         speculation = Speculation(history, costs, frozenset())
         assert speculation.draft(ids, 63) == []
         speculation.learn([120], 0, StepTime(0.01, 1, 1))  # never what the match promises
-    assert history.acceptance.chance(6) < 0.3
-    assert history.acceptance.chance(1) == Acceptance().chance(1)
+    assert history.acceptance.chance(match_kind(6)) < 0.3
+    assert history.acceptance.chance(match_kind(1)) == Acceptance().chance(match_kind(1))
 
 
 def test_drafts_that_come_true_make_the_next_ones_longer() -> None:
     acceptance = Acceptance()
-    for length in (3, 12, 50, 1000):
+    for kind in map(match_kind, (3, 12, 50, 1000)):
         for right in (True, False):
-            before = acceptance.chance(length)
+            before = acceptance.chance(kind)
             for _ in range(100):
-                acceptance.observe(length, right)
-            assert (acceptance.chance(length) > before) == right
-    assert acceptance.chance(1000) == acceptance.chance(64)
+                acceptance.observe(kind, right)
+            assert (acceptance.chance(kind) > before) == right
+    assert match_kind(1000) == match_kind(64)
 
 
 def test_guessing_stops_for_a_while_when_it_loses_time_and_longer_when_it_does_again() -> None:
