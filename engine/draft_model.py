@@ -79,7 +79,7 @@ class DraftModel:
     def guess(
         self, conversation: str, ids: Sequence[int], limit: int, pick: Pick, worth: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """(token, class of confidence) of at most `limit` that may follow `ids`, ending where one more is not `worth` it.
+        """(token, class of confidence) of at most `limit` that may follow `ids`, as long as one more is `worth` it.
 
         Empty where the model has yet to catch up with a long prompt (a part of it is read each time), or its context
         or cache is full.
