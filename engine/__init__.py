@@ -21,12 +21,13 @@ def load(
     kv_sessions: int = 4,
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
-    speculation: SpeculationMode = "off",
+    speculation: SpeculationMode | None = None,
     kv_folder: str | Path | None = None,
     kv_cap_bytes: int = 8_000_000_000,
     kv_type: KVType = "f16",
     max_concurrent: int = 4,
     prefill_chunk: int | None = None,
+    draft: str | Path | None = None,
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -35,12 +36,14 @@ def load(
     kv_sessions    conversations whose cache is kept between requests; 0 keeps none
     chat_template  a Jinja template to use instead of the file's own
     progress       called with what is being done and the share of it that is done, 0 to 1
-    speculation    guess tokens ahead: the same replies, faster where they repeat text; a request may say otherwise
+    speculation    guess tokens ahead: the same replies, faster where they repeat text; a request may say otherwise.
+                   None: from a smaller model if there is one, else from the conversation (`ngram`)
     kv_folder      where conversations' caches are kept as files, to go on after a restart; None: nowhere
     kv_cap_bytes   bytes of all these files; beyond it those not used for longest are removed, and a notice says so
     kv_type        how keys and values are kept: `f16`, `q8_0` (about half of it, other words), `f32` (twice as much)
     max_concurrent how many replies share a step; further requests wait
     prefill_chunk  rows of prompts in a step while others decode; None: as many as take about a tenth of a second
+    draft          a smaller model of the same vocabulary, which guesses for this one
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -60,4 +63,5 @@ def load(
         kv_type=kv_type,
         max_concurrent=max_concurrent,
         prefill_chunk=prefill_chunk,
+        draft=None if draft is None else Path(draft),
     )

@@ -20,8 +20,10 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-SpeculationMode = Literal["off", "ngram"]
-"""How tokens are guessed ahead. `ngram`: from what stands earlier in the conversation. The words are the same."""
+SpeculationMode = Literal["off", "ngram", "model"]
+"""How tokens are guessed ahead. `ngram`: from what stands earlier in the conversation; `model`: by a smaller model too.
+
+The words are the same."""
 
 KVType = Literal["f16", "q8_0", "f32"]
 """How keys and values are kept. With the type the words may change; within one, nothing else changes them."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.arch import ModelConfig
 from engine.errors import UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_cache import BLOCK_SIZE, CacheFullError, KVPool
@@ -53,14 +54,15 @@ class DraftModel:
         threads: int | None,
         num_blocks: int,
         kv_sessions: int,
-        max_positions: int,
+        context_size: int,
         progress: Callable[[str, float], None] | None = None,
     ) -> Self:
-        """Load a model whose vocabulary was checked. `num_blocks` and `max_positions` are of its cache.
+        """Load a model whose vocabulary was checked. `num_blocks` is of its cache.
 
         Raises what Model.load raises.
         """
-        model = Model.load(gguf, threads=threads, max_rows=MAX_ROWS, max_positions=max_positions, progress=progress)
+        positions = min(context_size, ModelConfig.from_gguf(gguf).train_context_size)
+        model = Model.load(gguf, threads=threads, max_rows=MAX_ROWS, max_positions=positions, progress=progress)
         return cls(model, vocab_size, num_blocks, kv_sessions)
 
     def __init__(self, model: Model, vocab_size: int, num_blocks: int, kv_sessions: int) -> None:
@@ -121,7 +123,7 @@ class DraftModel:
 
 def check_vocabulary(draft: GGUFFile, target: GGUFFile) -> None:
     """Raises UsageError where ids of one model mean something else in the other."""
-    ours, theirs = (gguf.metadata.get("tokenizer.ggml.tokens") or [] for gguf in (target, draft))
+    ours, theirs = _tokens(target), _tokens(draft)
     advice = "choose a smaller model of the same family"
     if len(ours) != len(theirs):
         raise UsageError(
@@ -134,6 +136,11 @@ def check_vocabulary(draft: GGUFFile, target: GGUFFile) -> None:
             f"{draft.path.name} cannot guess for {target.path.name}: token {differs} is {theirs[differs]!r} instead of "
             f"{ours[differs]!r}; {advice}"
         )
+
+
+def _tokens(gguf: GGUFFile) -> list[Any]:
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list) else []
 
 
 def _batch(ids: list[int], blocks: list[int], start: int) -> Batch:

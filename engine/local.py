@@ -28,6 +28,7 @@ from engine.api import (
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
 from engine.cpu import MAX_THREADS
+from engine.draft_model import DraftModel, check_vocabulary
 from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
 from engine.generate import Generation, Rows
 from engine.gguf_file import GGUFFile, open_gguf
@@ -37,14 +38,17 @@ from engine.kv_folder import prepare
 from engine.kv_layout import Identity
 from engine.memory import MemoryPlan, available_memory, plan_memory
 from engine.model import MAX_WANTED, Model
-from engine.sampler import log_probabilities
+from engine.sampler import Sampler, log_probabilities
 from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler
 from engine.sessions import Sessions
-from engine.speculate import Speculator
+from engine.speculate import Speculation, Speculator
 from engine.step import MAX_ROWS, to_batch
 from engine.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
+
+DEFAULT_SPECULATION: SpeculationMode = "ngram"
+"""Measured: copies several times as fast, ordinary questions no slower (docs/benchmarks.md)."""
 
 # `general.file_type` of a GGUF by number: LlamaFileType in gguf-py's constants.py.
 _FILE_TYPES = {
@@ -67,19 +71,21 @@ class LocalEngine:
         kv_sessions: int,
         chat_template: str | None,
         progress: Progress | None,
-        speculation: SpeculationMode = "off",
+        speculation: SpeculationMode | None = None,
         kv_folder: Path | None = None,
         kv_cap_bytes: int = CAP_BYTES,
         kv_type: KVType = "f16",
         max_concurrent: int = 4,
         prefill_chunk: int | None = None,
+        draft: Path | None = None,
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
             raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
-        if speculation not in get_args(SpeculationMode):
+        if speculation is not None and speculation not in get_args(SpeculationMode):
             known = ", ".join(get_args(SpeculationMode))
             raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
+        _check_draft_model(speculation, draft is not None)
         if kv_type not in get_args(KVType):
             raise UsageError(f"unknown type of K and V {kv_type!r}; there is: {', '.join(get_args(KVType))}")
         if threads is not None and not 1 <= threads <= MAX_THREADS:
@@ -102,11 +108,15 @@ class LocalEngine:
                     f"{path.name}: the tokenizer has {tokenizer.vocab_size:,} tokens and the model only "
                     f"{config.vocab_size:,}: the file's parts do not belong together"
                 )
-            weight_bytes, block_bytes = Model.estimate(gguf, kv_type)
+            needs = [Model.estimate(gguf, kv_type)]
+            draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
+            if draft_gguf is not None:
+                check_vocabulary(draft_gguf, gguf)
+                needs.append(Model.estimate(draft_gguf))
             plan = plan_memory(
                 name=path.name,
-                weight_bytes=weight_bytes,
-                block_bytes=block_bytes,
+                weight_bytes=sum(weight_bytes for weight_bytes, _ in needs),
+                block_bytes=sum(block_bytes for _, block_bytes in needs),
                 context_size=context_size,
                 train_context_size=config.train_context_size,
                 kv_sessions=kv_sessions,
@@ -121,6 +131,19 @@ class LocalEngine:
                 progress=progress,
             )
             undo.callback(model.close)
+            draft_model = None
+            if draft_gguf is not None:
+                draft_model = DraftModel.load(
+                    draft_gguf,
+                    vocab_size=tokenizer.vocab_size,
+                    threads=threads,
+                    num_blocks=plan.num_blocks,
+                    kv_sessions=max(1, kv_sessions),
+                    context_size=plan.context_size,
+                    progress=progress,
+                )
+                undo.callback(draft_model.close)
+                speculation = speculation or "model"
             engine = cls(
                 gguf,
                 tokenizer,
@@ -128,9 +151,10 @@ class LocalEngine:
                 model,
                 plan,
                 kv_sessions,
-                speculation,
+                speculation or DEFAULT_SPECULATION,
                 max_concurrent=max_concurrent,
                 prefill_chunk=prefill_chunk,
+                draft_model=draft_model,
             )
             if kv_folder is not None and kv_sessions > 0:
                 engine.keep_in(kv_folder, Identity.of(config, engine.info.identity, kv_type), kv_cap_bytes)
@@ -149,6 +173,7 @@ class LocalEngine:
         *,
         max_concurrent: int = 4,
         prefill_chunk: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -162,7 +187,7 @@ class LocalEngine:
         self._sessions = Sessions(self._pool, kv_sessions)
         self._kv_sessions = kv_sessions
         self._speculation = speculation
-        self._speculator = Speculator()
+        self._speculator = Speculator(draft_model)
         self._scheduler = Scheduler(model, self._sessions, max_concurrent=max_concurrent, prefill_chunk=prefill_chunk)
 
     def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
@@ -191,6 +216,7 @@ class LocalEngine:
         submitted = perf_counter()
         self._check_open()
         _check_supported(request)
+        _check_draft_model(request.speculation, self._speculator.model is not None)
         prompt_ids = self._prompt_ids(request)
         self._check_ids(request.sampling.logit_bias, "the logit bias")
         if len(prompt_ids) >= self.info.context_size:
@@ -199,19 +225,26 @@ class LocalEngine:
             request = replace(request, stop=(*request.stop, *self.template.stop))
 
         def start(table: BlockTable) -> Generation:
-            off = (request.speculation or self._speculation) == "off"
+            seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
             return Generation(
                 request,
                 prompt_ids,
                 table,
                 self.tokenizer,
-                seed=secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed,
+                seed=seed,
                 context_size=self.info.context_size,
                 submitted=submitted,
-                speculation=None if off else self._speculator.begin(table, self.tokenizer.end_ids),
+                speculation=self._begin_speculation(request, table, seed),
             )
 
         return self._scheduler.submit(request, prompt_ids, start)
+
+    def _begin_speculation(self, request: Request, table: BlockTable, seed: int) -> Speculation | None:
+        mode = request.speculation or self._speculation
+        if mode == "off":
+            return None
+        model_for = (request.conversation, Sampler(request.sampling, seed).sample) if mode == "model" else None
+        return self._speculator.begin(table, self.tokenizer.end_ids, model_for)
 
     def count_tokens(self, request: Request) -> int:
         """Prompt tokens this request would have. Raises TemplateError or UsageError."""
@@ -278,6 +311,9 @@ class LocalEngine:
     def forget(self, conversation: str) -> None:
         """Drop the cache of one conversation: at once, or at the end of its request that is running."""
         self._scheduler.forget(conversation)
+        if self._speculator.model is not None:
+            with self._scheduler.writing():
+                self._speculator.model.forget(conversation)
 
     def close(self) -> None:
         """Free the memory. Replies that run are cancelled and saved first; may be called again."""
@@ -286,6 +322,8 @@ class LocalEngine:
     def _free(self) -> None:
         self._model.close()
         self._gguf.close()
+        if self._speculator.model is not None:
+            self._speculator.model.close()
         del self._model, self._sessions, self._pool  # an engine that is still referenced holds no memory
 
     def __enter__(self) -> Self:
@@ -318,6 +356,13 @@ class LocalEngine:
 def _check_supported(request: Request) -> None:
     if request.json_schema is not None or request.tool_choice != "auto" or not request.parallel_tool_calls:
         raise UsageError("json_schema, tool_choice and parallel_tool_calls are not supported by this backend")
+
+
+def _check_draft_model(speculation: SpeculationMode | None, has_model: bool) -> None:
+    if speculation == "model" and not has_model:
+        raise UsageError(
+            "speculation 'model' needs a smaller model that guesses (--draft MODEL, draft= in the library)"
+        )
 
 
 def _request(
