@@ -112,7 +112,7 @@ class Agent:
             stop=settings.stop,
             conversation=live.id,
             template_kwargs=_template_kwargs(live) | _thinking(settings),
-            speculation=settings.speculation,
+            speculation=None if settings.speculation == "auto" else settings.speculation,
             cancel=cancel or threading.Event(),
         )
 

@@ -19,6 +19,9 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
 
     side = Stream(None) if settings.quiet else side
     path = catalogue.resolve(settings.model) or fetch_model(settings.model, side)
+    draft = None
+    if settings.draft is not None:
+        draft = catalogue.resolve(settings.draft) or fetch_model(settings.draft, side)
 
     from engine import load
 
@@ -35,6 +38,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             kv_folder=kv_folder,
             kv_cap_bytes=settings.kv_cap_bytes,
             kv_type=settings.kv_type,
+            draft=draft,
             progress=progress,
         )
     except MemoryError as error:

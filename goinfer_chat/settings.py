@@ -26,6 +26,7 @@ from goinfer_chat.values import (
 
 ENVIRONMENT_PREFIX: Final = "GOINFER_CHAT_"
 BACKENDS: Final = ("cpu",)
+SPECULATION: Final = ("auto", *get_args(SpeculationMode))
 Keys = Literal["emacs", "vi"]
 Think = Literal["auto", "on", "off"]
 Theme = Literal["auto", "light", "dark", "none"]
@@ -46,7 +47,9 @@ class Settings:
     kv_sessions: int = 4
     kv_cap_bytes: int = 8_000_000_000
     kv_type: KVType = "f16"
-    speculation: SpeculationMode = "off"
+    speculation: SpeculationMode | Literal["auto"] = "auto"
+    """`auto`: from the smaller model if there is one, else from the conversation."""
+    draft: str | None = None
     session_dir: str | None = None
     continue_last: bool = False
     resume: str | None = None
@@ -87,8 +90,8 @@ class Settings:
             raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
         if self.kv_type not in get_args(KVType):
             raise UsageError(f"unknown kv {self.kv_type!r}; there is: {', '.join(get_args(KVType))}")
-        if self.speculation not in get_args(SpeculationMode):
-            raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}")
+        if self.speculation not in SPECULATION:
+            raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(SPECULATION)}")
         if self.theme not in get_args(Theme):
             raise UsageError(f"unknown theme {self.theme!r}; there is: {', '.join(get_args(Theme))}")
         if self.panel is not None and self.panel not in get_args(PanelSize):
@@ -225,10 +228,17 @@ SETTINGS: Final = (
     ),
     _words(
         "spec",
-        get_args(SpeculationMode),
+        SPECULATION,
         "Guess tokens ahead; the words are the same.",
         topic="model",
         field="speculation",
+    ),
+    Setting(
+        flag="draft",
+        parse=true_text,
+        help="A smaller model of the same vocabulary guesses ahead for this one.",
+        argument="MODEL",
+        topic="model",
     ),
     Setting(
         flag="session-dir", parse=str, help="Folder of the kept conversations.", argument="DIR", topic="conversations"

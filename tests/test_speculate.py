@@ -58,8 +58,8 @@ class Eager(Speculator):
         super().__init__()
         self.costs = Cheap()
 
-    def begin(self, table, end_ids) -> Speculation:
-        speculation = super().begin(table, end_ids)
+    def begin(self, table, end_ids, model_for=None) -> Speculation:
+        speculation = super().begin(table, end_ids, model_for)
         speculation._history.guard = Guard()  # the times of Cheap are not real ones
         speculation._history.guard.WINDOW = 10**9
         return speculation
@@ -513,17 +513,17 @@ def test_the_context_of_a_real_model_is_filled_to_its_end(
 def test_the_engine_s_choice_counts_unless_the_request_says_otherwise(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tiny.gguf", "llama")
     request = {"prompt_ids": (5, 6, 7) * 4, "max_tokens": 5}
-    with load(path, threads=1, speculation="ngram") as engine:
+    with load(path, threads=1) as engine:
         assert finished(list(engine.generate(Request(**request)))).stats.draft_tokens is not None
         assert finished(list(engine.generate(Request(**request, speculation="off")))).stats.draft_tokens is None
-    with load(path, threads=1) as engine:
+    with load(path, threads=1, speculation="off") as engine:
         assert finished(list(engine.generate(Request(**request)))).stats.draft_tokens is None
         assert (
             finished(list(engine.generate(Request(**request, speculation="ngram")))).stats.undrafted_steps is not None
         )
-    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram"):
+    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram, model"):
         load(path, speculation="fast")
-    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram"):
+    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram, model"):
         Request(**request, speculation="fast")
 
 

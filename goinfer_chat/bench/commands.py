@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 _SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
 _SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "ctx"))
-_TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag == "max-tokens")
+_TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag in ("draft", "max-tokens"))
 
 PeerName = Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Measure this one in turn: llama.cpp.")]
 PeerPython = Annotated[
     str | None, typer.Option("--peer-python", metavar="PATH", help="The Python that has the peer. [default: this one]")
 ]
 Spec = Annotated[
-    str, typer.Option("--spec", metavar="NAME", help="Measure this speculation in turn with plain decoding: ngram.")
+    str,
+    typer.Option("--spec", metavar="NAME", help="Measured in turn with plain decoding: ngram or model."),
 ]
 Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How often everything is measured.")]
 
