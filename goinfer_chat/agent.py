@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
 from engine.errors import GoinferError, UsageError
@@ -27,6 +27,9 @@ from goinfer_chat.store import (
     session_folder,
 )
 
+if TYPE_CHECKING:
+    from goinfer_chat.engines import Engines
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -41,17 +44,25 @@ class Ask:
 class Agent:
     """A conversation with a loaded model under the settings of the moment."""
 
-    def __init__(self, engine: Engine, settings: Settings, conversations: Conversations | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        conversations: Conversations | None = None,
+        engines: Engines | None = None,
+    ) -> None:
+        """`engines`: where `engine` comes from, if another one can take its place."""
         self.engine = engine
         self.settings = settings
+        self._engines = engines
+        self._started = settings
         self.conversations = conversations or Conversations(session_folder(settings.session_dir), keep=False)
-        self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
         self.attachments: list[Attachment] = []
         """What goes into the next message."""
         self._unanswered: Ask | None = None
         self._read: dict[str, str | None] = {}
         """Conversations that the engine keeps read, the one used last at the end, and under which system prompt."""
-        self._has_files = engine.info.kept_conversations is not None
+        self._answer_with(engine)
         if self.live is not None:
             self._enter(self.live)
             if settings.system is not None:
@@ -212,6 +223,34 @@ class Agent:
         if self.live is not None and self.live.info.system != system:
             self.live.set_system(system)
 
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def use_model(self, name: str) -> None:
+        """Go on with another model: what was said is read again. Raises what loading it raises; then nothing changes.
+
+        What the engine of the last one had in memory is gone, and its files stay. A template and a draft model that
+        were given at the start are for the model of the start.
+        """
+        if self._engines is None:
+            raise UsageError("the model cannot be changed here; start with --model")
+        same = name == self._started.model
+        own = {field: self._started.value(field) if same else None for field in ("chat_template", "draft")}
+        settings = self.settings.changed({"model": name, **own})
+        try:
+            self._engines.switch(settings)
+            self.settings = settings
+        finally:
+            if self._engines.current is not self.engine:
+                self._answer_with(self._engines.current)
+
+    def _answer_with(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
+        self._has_files = engine.info.kept_conversations is not None
+        self._read.clear()
+        if self.live is not None:
+            self._find_files(self.live)
+
     def tokens_to_read(self) -> int:
         """About how many tokens of what was said the next turn has to read again; 0 where the engine has them."""
         live = self.live
@@ -219,8 +258,17 @@ class Agent:
         if live is None or not messages or self._is_read(live):
             return 0
         with suppress(GoinferError):  # the next turn says it
-            return self.engine.count_tokens(self._request(live, messages))
+            return max(0, self.engine.count_tokens(self._request(live, messages)) - self._set_aside(live))
         return 0
+
+    def _set_aside(self, live: LiveConversation) -> int:
+        """About how many of them are in the file of this model from before another one went on."""
+        if live.info.model == self.model or not self._has_files or not self.conversations.is_kept:
+            return 0
+        replies = [stored for stored in live.path() if stored.model == self.model.identity and stored.stats]
+        if not replies or not self.conversations.store.has_kv_set_aside(live.id):
+            return 0
+        return replies[-1].stats.context_used if replies[-1].stats else 0
 
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)
@@ -233,12 +281,17 @@ class Agent:
 
     def _enter(self, live: LiveConversation) -> None:
         self.settings = self.settings.changed({"system": live.info.system})
-        info = live.info
-        if self._has_files and info.model == self.model and self.conversations.store.kv_bytes(live.id):
-            self._read.setdefault(live.id, info.system)
+        self._find_files(live)
         self._unanswered = None
         if live.recovered and live.recovered[-1].message.role == "user":
             self._unanswered = Ask(text=None, after=live.recovered[-1].id)
+
+    def _find_files(self, live: LiveConversation) -> None:
+        info = live.info
+        if not self._has_files or not self.conversations.is_kept:
+            return
+        if info.model == self.model and self.conversations.store.kv_bytes(live.id):
+            self._read.setdefault(live.id, info.system)
 
     def _copied(self, was: LiveConversation | None) -> None:
         """The engine knows what begins alike."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
-from engine.api import Engine
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversation_commands import resumed
 from goinfer_chat.conversations import Conversations
+from goinfer_chat.engines import Engines
 from goinfer_chat.message_commands import attached
 from goinfer_chat.registry import ShellCommand
 from goinfer_chat.render import View
@@ -19,7 +18,7 @@ from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.shell import how_it_ended, run_shell_captured
 from goinfer_chat.terminal import Stream
-from goinfer_chat.turn import open_engine, play_turn
+from goinfer_chat.turn import play_turn
 
 INTERRUPTED: Final = 130
 COLUMNS: Final = 100
@@ -28,7 +27,7 @@ COLUMNS: Final = 100
 
 def run_items(
     items: Iterator[Item],
-    make_engine: Callable[[Path | None], Engine],
+    make_engines: Callable[[Conversations], Engines],
     settings: Settings,
     side: Stream,
     make_view: Callable[[], View],
@@ -42,11 +41,11 @@ def run_items(
         return 0
     with (
         Conversations.start(settings, at_prompt=False) as conversations,
-        open_engine(make_engine(conversations.kv_folder)) as engine,
+        make_engines(conversations) as engines,
     ):
-        agent = Agent(engine, settings, conversations)
+        agent = Agent(engines.current, settings, conversations, engines)
         say = Stream(None) if settings.quiet else side
-        for notice in engine.info.notices:
+        for notice in agent.engine.info.notices:
             say.line(notice, dim=True)
         if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)

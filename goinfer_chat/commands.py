@@ -9,6 +9,7 @@ from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.conversation_commands import CONVERSATION_COMMANDS
 from goinfer_chat.message_commands import MESSAGE_COMMANDS
+from goinfer_chat.model_commands import MODEL_COMMANDS
 from goinfer_chat.registry import Command, Outcome, Registry
 from goinfer_chat.setting_commands import setting_commands
 from goinfer_chat.view_commands import VIEW_COMMANDS
@@ -71,6 +72,7 @@ def build_registry() -> Registry:
             *CONVERSATION_COMMANDS,
             *MESSAGE_COMMANDS,
             *VIEW_COMMANDS,
+            *MODEL_COMMANDS,
             *setting_commands(),
         ]
     )

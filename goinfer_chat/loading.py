@@ -15,13 +15,9 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
 
     `kv_folder`: where it keeps conversations' caches as files, if it does.
     """
-    from goinfer_chat import catalogue
-
     side = Stream(None) if settings.quiet else side
-    path = catalogue.resolve(settings.model) or fetch_model(settings.model, side)
-    draft = None
-    if settings.draft is not None:
-        draft = catalogue.resolve(settings.draft) or fetch_model(settings.draft, side)
+    path = find_model(settings.model, side)
+    draft = None if settings.draft is None else find_model(settings.draft, side)
 
     from engine import load
 
@@ -48,6 +44,13 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
         ) from error
     finally:
         side.clear_status()
+
+
+def find_model(model: str, side: Stream) -> Path:
+    """The file of a model, fetched if it is not here. Raises ModelError or UsageError."""
+    from goinfer_chat import catalogue
+
+    return catalogue.resolve(model) or fetch_model(model, side)
 
 
 def _template(path: str | None) -> str | None:

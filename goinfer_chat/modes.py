@@ -14,12 +14,13 @@ from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
+from goinfer_chat.engines import Engines
+from goinfer_chat.loading import find_model
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.render import JsonView, TextView, View
 from goinfer_chat.script import Item, read_script
 from goinfer_chat.settings import PanelSize, Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
-from goinfer_chat.turn import open_engine
 
 
 class EngineFactory(Protocol):
@@ -44,9 +45,9 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     with (
         quiet_terminal(sys.stdin) as terminal,
         Conversations.start(settings, at_prompt=True) as conversations,
-        open_engine(make_engine(settings, screen, conversations.kv_folder)) as engine,
+        engines_of(make_engine, settings, screen, conversations) as engines,
     ):
-        agent = Agent(engine, settings, conversations)
+        agent = Agent(engines.current, settings, conversations, engines)
         views = PromptViews(agent, replies, screen)
         try:
             return run_repl(agent, terminal, screen, views)
@@ -70,8 +71,18 @@ def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int
 
 
 def _run(items: Iterator[Item], settings: Settings, make_engine: EngineFactory, replies: Stream, side: Stream) -> int:
-    return run_items(
-        items, partial(make_engine, settings, side), settings, side, partial(_view, settings, replies, side)
+    def engines(conversations: Conversations) -> Engines:
+        return engines_of(make_engine, settings, side, conversations)
+
+    return run_items(items, engines, settings, side, partial(_view, settings, replies, side))
+
+
+def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, conversations: Conversations) -> Engines:
+    """The engine for these settings, and those that may follow; progress goes to `side`."""
+    return Engines(
+        load=lambda chosen: make_engine(chosen, side, conversations.kv_folder),
+        find=lambda chosen: find_model(chosen.model, Stream(None) if chosen.quiet else side),
+        settings=settings,
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Final
 
-from engine.api import Engine, Event, Finished, Reply
+from engine.api import Event, Finished, Reply
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.render import View
 
@@ -88,16 +88,6 @@ def events_of(agent: Agent, ask: Ask, cancel: threading.Event) -> Generator[Even
 def turn_is_running() -> bool:
     """Whether a turn that was given up still holds its engine, which must then be neither asked nor closed."""
     return any(thread.name == ENGINE_THREAD for thread in threading.enumerate())
-
-
-@contextmanager
-def open_engine(engine: Engine) -> Iterator[Engine]:
-    """Close the engine at the end, unless it does not stop working: closing would wait for that."""
-    try:
-        yield engine
-    finally:
-        if not turn_is_running():
-            engine.close()
 
 
 @contextmanager

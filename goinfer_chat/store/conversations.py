@@ -280,6 +280,10 @@ class Store:
         except OSError:
             return 0
 
+    def has_kv_set_aside(self, id: str) -> bool:
+        """Whether there is a file of another model than that of `kv_path`."""
+        return any(self.folder.glob(f"{self.kv_path(id).name}.*"))
+
     def kv_format(self, id: str) -> KVFormat | None:
         """What its numbers are and what a position takes; None when there is no file that says so."""
         from engine.kv_layout import format_of

@@ -1,0 +1,54 @@
+"""The engine that answers, and how that of another model takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from engine.api import Engine
+from engine.errors import GoinferError
+from goinfer_chat.settings import Settings
+from goinfer_chat.turn import turn_is_running
+
+
+class Engines:
+    """One engine at a time: memory is for one model. Usable as a context manager, which closes it at the end.
+
+    load   the engine for these settings; raises ModelError or UsageError
+    find   sees to it that the model is here, as far as that can be known without loading it; raises the same
+    """
+
+    def __init__(
+        self, load: Callable[[Settings], Engine], find: Callable[[Settings], object], settings: Settings
+    ) -> None:
+        self._load = load
+        self._find = find
+        self._settings = settings
+        self.current = load(settings)
+
+    def switch(self, settings: Settings) -> None:
+        """`current` becomes the engine for these settings. Raises what loading raises; the model stays then."""
+        self._find(settings)
+        self.current.close()
+        try:
+            self.current = self._load(settings)
+        except BaseException:
+            with suppress(GoinferError):  # what is on its way says why no model answers
+                self.current = self._load(self._settings)
+            raise
+        self._settings = settings
+
+    def close(self) -> None:
+        """Not while an engine does not stop working: closing would wait for that."""
+        if not turn_is_running():
+            self.current.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
