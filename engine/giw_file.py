@@ -28,7 +28,7 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
-MAGIC, VERSION = b"GIW weights\0", 3
+MAGIC, VERSION = b"GIW weights\0", 4
 PAGE = 4096
 _HEADER = struct.Struct("<12sI64sQI64s")
 _STRETCH = 1 << 24

@@ -3,9 +3,12 @@
 A group is 16 weight rows side by side. Its blocks are the file's blocks, the same bytes in the same precision; only
 their order differs, so that one 64-byte load brings the same four bytes of each of the 16 rows:
 
-    group = words of block 0, words of block 1, ... | meta of block 0, meta of block 1, ...
+    group  = record 0, record 1, ...
+    record = words of its blocks | meta of its blocks
 
-The words (the packed small integers) start at a cache line, the meta (scales and the like) follow behind them. Both
+A record holds one block, or two where one would not end at a cache line. The words (the packed small integers) start at
+a line, the meta (scales and the like) follow behind them: a product reads its weights as one stream, which one row
+needs to be as fast as the memory (Q4_1: 23 GB/s where the meta of a group lay together behind its words, 31 so). Both
 consist of segments: a segment (offset, size, unit) is `size` bytes at `offset` of the file's block, cut into units of 4
 or 2 bytes; unit u of row r lies at (u * 16 + r) * unit. See docs/kernels.md for a drawing.
 
@@ -114,6 +117,23 @@ class WeightFormat:
     def meta_bytes(self) -> int:
         return ROWS * sum(size for _, size, _ in self.meta)
 
+    @property
+    def record_blocks(self) -> int:
+        """Blocks of a record; the last record of a group may hold fewer."""
+        return 2 if (self.words_bytes + self.meta_bytes) % 64 else 1
+
+    def place(self, b: KernelBuilder, group: Value, num_blocks: Value, s: Value) -> tuple[Value, Value]:
+        """Addresses of the words and of the meta of block s of a group."""
+        words, meta = self.words_bytes, self.meta_bytes
+        if self.record_blocks == 1:
+            record = b.at(group, b.times(s, words + meta))
+            return record, b.at(record, words)
+        odd = b.and_(s, I64(1))
+        record = b.at(group, b.times(b.sub(s, odd), words + meta))
+        whole = b.icmp_signed("<", b.or_(s, I64(1)), num_blocks)
+        first_meta = b.select(whole, I64(2 * words), I64(words))
+        return b.at(record, b.times(odd, words)), b.at(record, first_meta, b.times(odd, meta))
+
     def group_bytes(self, num_blocks: int) -> int:
         """Bytes of one group, rounded up to a cache line so that the next one starts at a line too."""
         return -(-num_blocks * (self.words_bytes + self.meta_bytes) // 64) * 64
@@ -131,17 +151,31 @@ def lay_out(fmt: WeightFormat, raw: NDArray[np.uint8], out: NDArray[np.uint8]) -
     blocks = raw.reshape(groups, ROWS, num_blocks, fmt.block_bytes)
     if fmt.permute is not None:
         blocks = fmt.permute(blocks)
+    whole = num_blocks - num_blocks % fmt.record_blocks
+    end = whole * (fmt.words_bytes + fmt.meta_bytes)
+    _fill_records(fmt, blocks[:, :, :whole], out[:, :end], fmt.record_blocks)
+    _fill_records(fmt, blocks[:, :, whole:], out[:, end : end + fmt.words_bytes + fmt.meta_bytes], 1)
+
+
+def _fill_records(fmt: WeightFormat, blocks: NDArray[np.uint8], out: NDArray[np.uint8], per_record: int) -> None:
+    """Records of `per_record` blocks each. blocks: uint8 [groups, 16, N, block_bytes]; out: uint8 [groups, bytes]."""
+    groups, _, num_blocks, _ = blocks.shape
+    if num_blocks == 0:
+        return
+    records = num_blocks // per_record
+    blocks = blocks.reshape(groups, ROWS, records, per_record, fmt.block_bytes)
+    out = out.reshape(groups, records, per_record * (fmt.words_bytes + fmt.meta_bytes))
     start = 0
     for segments in (fmt.words, fmt.meta):
         size = ROWS * sum(s for _, s, _ in segments)
-        area = out[:, start : start + num_blocks * size].reshape(groups, num_blocks, size)
+        area = out[:, :, start : start + per_record * size].reshape(groups, records, per_record, size)
         at = 0
         for offset, length, unit in segments:
-            source = blocks[..., offset : offset + length].reshape(groups, ROWS, num_blocks, length // unit, unit)
-            target = area[..., at : at + ROWS * length].reshape(groups, num_blocks, length // unit, ROWS, unit)
-            target[...] = source.transpose(0, 2, 3, 1, 4)
+            shape = (groups, ROWS, records, per_record, length // unit, unit)
+            target = area[..., at : at + ROWS * length].reshape(groups, records, per_record, length // unit, ROWS, unit)
+            target[...] = blocks[..., offset : offset + length].reshape(shape).transpose(0, 2, 3, 4, 1, 5)
             at += ROWS * length
-        start += num_blocks * size
+        start += per_record * size
 
 
 # ---------------------------------------------------------------- pieces of sub_block

@@ -38,7 +38,7 @@ from engine.kernels.target import Target
 from engine.quant import TensorType
 
 PREFETCH_BYTES = 8192
-"""How far ahead of the weight stream few-row tiles prefetch: one-row products went from 37 to 50 GB/s with it."""
+"""How far ahead of the weight stream tiles prefetch, rounded up to whole blocks. 4 and 12 KB are slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,40 +69,34 @@ class Tile:
         fmt = self.fmt
         scratch = b.scratch(ir.ArrayType(VI, 4))
         totals = b.variables(len(rows), fill(VF, 0.0))
-        meta_start = b.times(blocks, fmt.words_bytes)
         with b.loop(blocks) as s:
-            words = b.at(group, b.times(s, fmt.words_bytes))
-            meta = b.at(group, meta_start, b.times(s, fmt.meta_bytes))
-            if fetch:
-                # The next group's: its own words come in between.
-                for offset in range(0, fmt.meta_bytes, 64):
-                    b.prefetch(b.at(meta, group_bytes, offset))
+            words, meta = fmt.place(b, group, blocks, s)
+            ahead = self._ahead(b, group, group_bytes, blocks, s) if fetch else None
             block = Group(words, meta, scratch, self.target)
             fmt.prepare(b, block)
             sums = b.variables(len(rows), fill(VI, 0))
             with b.loop(fmt.num_subs // fmt.unroll) as i:
                 for part in range(fmt.unroll):
-                    sub = Sub(i, fmt.unroll, part)
-                    ahead = self._words_ahead(b, group, group_bytes, meta_start, s, sub) if fetch else []
-                    self._sub_block(b, block, rows, blocks, s, sub, sums, ahead)
-            self._float_step(b, block, rows, blocks, s, sums, totals)
+                    self._sub_block(b, block, rows, blocks, s, Sub(i, fmt.unroll, part), sums, ahead)
+            self._float_step(b, block, rows, blocks, s, sums, totals, ahead)
         return totals
 
-    def _words_ahead(
-        self, b: KernelBuilder, group: Value, group_bytes: Value, words: Value, s: Value, sub: Sub
-    ) -> list[Value]:
-        """A sub-block's share of the lines PREFETCH_BYTES ahead in the words, beyond the meta where they end before."""
-        share = self.fmt.words_bytes // self.fmt.num_subs
-        ahead = b.select(b.icmp_signed("<", words, I64(PREFETCH_BYTES)), words, I64(PREFETCH_BYTES))
-        there = b.sum(b.times(s, self.fmt.words_bytes), b.times(sub.index(b), share), ahead)
-        beyond = b.select(b.icmp_signed(">=", there, words), b.sub(group_bytes, words), I64(0))
-        return [b.at(group, there, beyond, offset) for offset in range(0, share, 64)]
+    def _ahead(
+        self, b: KernelBuilder, group: Value, group_bytes: Value, blocks: Value, s: Value
+    ) -> tuple[Value, Value]:
+        """Words and meta of the block PREFETCH_BYTES ahead, in a later group where this one ends before."""
+        num_ahead = I64(-(-PREFETCH_BYTES // self.fmt.words_bytes))
+        groups, rest = b.sdiv(num_ahead, blocks), b.add(s, b.srem(num_ahead, blocks))
+        beyond = b.icmp_signed(">=", rest, blocks)
+        groups = b.select(beyond, b.add(groups, I64(1)), groups)
+        there = b.select(beyond, b.sub(rest, blocks), rest)
+        return self.fmt.place(b, b.at(group, b.times(groups, group_bytes)), blocks, there)
 
     def _sub_block(
         self, b: KernelBuilder, g: Group, rows: Sequence[Value], blocks: Value, s: Value, sub: Sub,
-        sums: list[Value], ahead: list[Value],
+        sums: list[Value], ahead: tuple[Value, Value] | None,
     ) -> None:  # fmt: skip
-        """sums += scale of the sub-block * its dot products; in between, the lines `ahead` are prefetched."""
+        """sums += scale of the sub-block * its dot products; in between, its share of the words ahead is prefetched."""
         fmt = self.fmt
         assert fmt.sub_block is not None
         # With few rows the dot product's latency shows: independent sums hide it.
@@ -112,9 +106,10 @@ class Tile:
         if self.signed:
             weights = [b.xor(w, fill(VB, -128)) for w in weights]
         acc = [[self._start(b, a, blocks, s)] + [fill(VI, 0)] * (chains - 1) for a in rows]
+        share = fmt.words_bytes // fmt.num_subs
+        lines = [b.at(ahead[0], b.times(sub.index(b), share), at) for at in range(0, share, 64)] if ahead else []
         for q, w in enumerate(weights):
-            for line in ahead[q * len(ahead) // len(weights) : (q + 1) * len(ahead) // len(weights)]:
-                b.prefetch(line)
+            self._prefetch_share(b, lines, q, len(weights), rows)
             for t, a in enumerate(rows):
                 quad = b.bitcast(b.broadcast(I32, a, b.times(s, fmt.span), k, 4 * q), VB)
                 acc[t][q % chains] = dot4(b, self.target, self.signed, acc[t][q % chains], w, quad)
@@ -127,6 +122,13 @@ class Tile:
                 x = b.mul(x, scale)
             b.store(b.add(b.get(slot, VI), x), slot)
 
+    def _prefetch_share(
+        self, b: KernelBuilder, lines: list[Value], part: int, parts: int, rows: Sequence[Value]
+    ) -> None:
+        """Part number `part` of `parts` of the lines. What one row reads is not read again soon."""
+        for line in lines[part * len(lines) // parts : (part + 1) * len(lines) // parts]:
+            b.prefetch(line, stays=len(rows) > 1)
+
     def _start(self, b: KernelBuilder, a: Value, blocks: Value, s: Value) -> Value:
         """Where a block's sum begins: for a simple format at -bias * the sum of its activations."""
         if self.fmt.span != 32 or not self.bias:
@@ -136,17 +138,22 @@ class Tile:
 
     def _float_step(
         self, b: KernelBuilder, g: Group, rows: Sequence[Value], blocks: Value, s: Value,
-        sums: list[Value], totals: list[Value],
+        sums: list[Value], totals: list[Value], ahead: tuple[Value, Value] | None,
     ) -> None:  # fmt: skip
-        """totals = fma(d * (sum - bias * activations) - dmin * mins, activation scale, totals)."""
+        """totals = fma(d * (sum - bias * activations) - dmin * mins, activation scale, totals). Prefetches meta."""
         fmt, layout = self.fmt, self.layout
+        lines = [b.at(ahead[1], at) for at in range(0, fmt.meta_bytes, 64)] if ahead else []
         d, second = block_scales(b, fmt, g.meta)
         pairs = self._pairs(b, g)
         pair_bytes, pairs_at = (16, 4) if fmt.sub_size == 32 else (32, 20)
-        for a, slot, total in zip(rows, sums, totals, strict=True):
+        if not pairs:
+            self._prefetch_share(b, lines, 0, 1, rows)
+        for n, (a, slot, total) in enumerate(zip(rows, sums, totals, strict=True)):
             whole = b.get(slot, VI)
             corrections = fill(VI, 0)
             for p, pair in enumerate(pairs):
+                if n == 0:
+                    self._prefetch_share(b, lines, p, len(pairs), rows)
                 both = b.broadcast(I32, a, layout.after(b, blocks, pairs_at), b.times(s, pair_bytes), 4 * p)
                 corrections = pair_products(b, corrections, pair, both)
             if pairs and fmt.minimum is None:
@@ -179,8 +186,8 @@ class Tile:
         halves = [b.variables(2, fill(VF, 0.0)) for _ in rows]
         with b.loop(b.times(blocks, fmt.span // 2)) as pair:
             at = b.at(group, b.times(pair, 2 * size))
-            if fetch:
-                b.prefetch(b.at(at, PREFETCH_BYTES))
+            for line in range(0, 2 * size if fetch else 0, 64):
+                b.prefetch(b.at(at, PREFETCH_BYTES + line), stays=len(rows) > 1)
             for parity in (0, 1):
                 weights = float_weights(b, fmt.type, at, parity * size)
                 for a, slots in zip(rows, halves, strict=True):
@@ -257,8 +264,7 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
             return
         scratch = b.scratch(ir.ArrayType(VI, 4))
         with b.loop(blocks) as s:
-            words = b.at(w, b.times(s, fmt.words_bytes))
-            meta = b.at(w, b.times(blocks, fmt.words_bytes), b.times(s, fmt.meta_bytes))
+            words, meta = fmt.place(b, w, blocks, s)
             g = Group(words, meta, scratch, target)
             fmt.prepare(b, g)
             d, second = block_scales(b, fmt, meta)
