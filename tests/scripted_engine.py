@@ -7,9 +7,11 @@ conversation had before.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine.api import (
@@ -50,9 +52,17 @@ class ScriptedTurn:
 
 
 class ScriptedEngine:
-    """Plays one turn for each request; the last one again and again."""
+    """Plays one turn for each request; the last one again and again. `log`: where the last message of each goes."""
 
-    def __init__(self, turns: Sequence[ScriptedTurn], *, notices: tuple[str, ...] = (), name: str = "Scripted") -> None:
+    def __init__(
+        self,
+        turns: Sequence[ScriptedTurn],
+        *,
+        notices: tuple[str, ...] = (),
+        name: str = "Scripted",
+        log: Path | None = None,
+    ) -> None:
+        self._log = log
         self._turns = list(turns)
         self._notices = notices
         self._name = name
@@ -64,7 +74,8 @@ class ScriptedEngine:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ScriptedEngine:
         turns = [ScriptedTurn(**turn) for turn in data["turns"]]
-        return cls(turns, notices=tuple(data.get("notices", ())), name=data.get("name", "Scripted"))
+        log = Path(data["log"]) if "log" in data else None
+        return cls(turns, notices=tuple(data.get("notices", ())), name=data.get("name", "Scripted"), log=log)
 
     @property
     def info(self) -> ModelInfo:
@@ -89,6 +100,9 @@ class ScriptedEngine:
     def generate(self, request: Request) -> Iterator[Event]:
         turn = self._turns[min(len(self.requests), len(self._turns) - 1)]
         self.requests.append(request)
+        if self._log is not None:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(request.messages[-1].content) + "\n")
         match turn.error:
             case "context":
                 raise ContextExceededError(9000, CONTEXT_SIZE)
