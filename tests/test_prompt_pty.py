@@ -289,7 +289,7 @@ def test_a_command_runs_in_the_terminal_as_it_was_and_hands_its_output_over_when
 ) -> None:
     terminal = start()
     terminal.send("!printf 'name? '; read n; echo got $n" + ENTER)
-    terminal.wait("name? ")
+    terminal.wait(lambda: terminal.lines[-1] == "name?")
     assert terminal.attributes[3] & termios.ECHO
     terminal.send("me\n")
     terminal.wait("got me")
@@ -311,7 +311,7 @@ def test_a_command_runs_in_the_terminal_as_it_was_and_hands_its_output_over_when
 def test_ctrl_c_ends_a_command_and_not_the_chat(start: Start) -> None:
     terminal = start()
     terminal.send("!echo begun; exec sleep 30" + ENTER)
-    terminal.wait("begun")
+    terminal.wait(lambda: "begun" in terminal.lines)
     terminal.send(CTRL_C)
     terminal.wait("ended by SIGINT")
     terminal.wait_for_prompt()

@@ -260,7 +260,8 @@ class Store:
         try:
             files.remove_files(self.folder, id)
             with files.explained(self.folder):
-                forget_typed(self.folder, {s.message.content for s in self.tree(id) if s.message.role == "user"})
+                said = {stored.message.content for stored in self.tree(id) if stored.message.role == "user"}
+                forget_typed(self.folder, said, self.get(id).name)
             with self._database.writing() as connection:
                 queries.delete_conversation(connection, id)
             return self._database.scrub()

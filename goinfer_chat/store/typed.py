@@ -50,14 +50,21 @@ def append_typed(folder: Path, text: str) -> None:
             os.close(descriptor)
 
 
-def forget_typed(folder: Path, messages: Collection[str]) -> None:
-    """Drop the entries that became one of these messages, with or without files attached. Raises OSError."""
+def forget_typed(folder: Path, messages: Collection[str], name: str | None = None) -> None:
+    """Drop the entries that became one of these messages, with or without files, and commands with this name in them.
+
+    A conversation's name is made of its first words. Raises OSError.
+    """
     try:
         lines = (folder / FILE).read_bytes().splitlines()
     except FileNotFoundError:
         return
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
-    left = [entry for entry in entries if not _became_one_of(entry, messages)]
+    left = [
+        entry
+        for entry in entries
+        if not (_became_one_of(entry, messages) or (name and entry.startswith("/") and name in entry))
+    ]
     if len(left) < len(entries):
         _write(folder, left)
 
