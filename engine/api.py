@@ -224,6 +224,8 @@ class TurnStats:
     context_size: int = 0
     kv_bytes: int = 0
     seed: int | None = None
+    forced_tokens: int | None = None
+    """Tokens of the reply that a grammar left no choice about; None where it was held to none."""
     draft_tokens: int | None = None
     """Tokens guessed ahead; this and the next six are None where speculation is off."""
     draft_accepted: int | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from typing import Any
 
 import jinja2
 
-from engine.api import Message
+from engine.api import Message, tool_function
 from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.prompt_marks import Guard, Marks
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
+from engine.tool_calls import STATED, CallForm, find_form, read_objects, stated
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -34,8 +36,9 @@ _PLAIN = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
-_CONTROLS_ONLY, _CONTROLS_AND_ANCHOR, _ALL = range(3)
-"""How what an assistant said is marked; more is better."""
+_CONTROLS_ONLY, _CONTROLS_AND_ANCHOR, _ALL, _AS_CALL, _WHOLE = range(5)
+"""How what an assistant said is marked; more is better. The last two stand for a reply whose ids are known: the
+template is given an anchor in place of all it said, as the name of its one call or as its content."""
 
 
 class ChatTemplate:
@@ -65,6 +68,8 @@ class ChatTemplate:
             source = tool_source if tool_source is not None else self._fallback()
         self._source = source
         self._tool_source = tool_source if tool_source is not None else source
+        self.knows_tools = re.search(r"\btools\b", self._tool_source) is not None
+        self._short_call_ids = re.search(r"length\s*!=\s*9", self._tool_source) is not None
         self._environment = make_environment()
         self._compiled: dict[str, jinja2.Template] = {}
         self._lock = threading.Lock()
@@ -92,7 +97,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text, for people. Forms and errors are those of `encode`."""
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        return self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))[1]
+        return self._accepted(self._prompt(messages, tools, arguments))[1]
 
     def encode(
         self,
@@ -114,14 +119,36 @@ class ChatTemplate:
         that is no JSON value or is given already.
         """
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        prompt, text = self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))
+        prompt, text = self._accepted(self._prompt(messages, tools, arguments))
         marks = Marks.unused_in([self._source, self._tool_source, *prompt.texts()])
-        ids = self._ids(self._marked(prompt, text, marks), prompt.messages, marks)
+        marked, levels = self._marked(prompt, text, marks)
+        ids = self._ids(marked, prompt.messages, marks, levels)
         if not ids:
             raise TemplateError("the chat template makes nothing of these messages")
         return ids
 
+    @functools.cached_property
+    def thinks(self) -> bool:
+        """Whether the model may reason in a `<think>` block."""
+        tokenizer = self._tokenizer
+        return "<think>" in self._source or any(tokenizer.token_text(id) == "<think>" for id in tokenizer.special_ids)
+
+    @functools.cached_property
+    def call_form(self) -> CallForm:
+        """How this model calls tools."""
+        return find_form(self, self._tokenizer)
+
     # -- rendering -----------------------------------------------------------------------------------------------------
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> _Prompt:
+        """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
+        if not self.knows_tools:
+            messages, tools = stated(messages, tools, STATED), ()
+        if self._short_call_ids:
+            messages = [_with_short_ids(message) for message in messages]
+        return _Prompt(tuple(messages), tuple(tools), arguments)
 
     def _accepted(self, prompt: _Prompt) -> tuple[_Prompt, str]:
         """The prompt in the first form that the template accepts, and its text."""
@@ -180,21 +207,21 @@ class ChatTemplate:
         control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
         return Guard(control | {text for text in user_defined if text.strip() and text in source})
 
-    def _marked(self, prompt: _Prompt, text: str, marks: Marks) -> str:
-        """The rendered text with marks.
+    def _marked(self, prompt: _Prompt, text: str, marks: Marks) -> tuple[str, Mapping[int, int]]:
+        """The rendered text with marks, and the level of each reply.
 
         What people and tools wrote is marked, whatever the template would have found in it. What an assistant said is
-        marked as far as the template renders the same.
+        marked as far as the template renders the same around it.
         """
         replies = [number for number, message in enumerate(prompt.messages) if message.role == "assistant"]
         spelled = any(map(self._guard.finds, prompt.texts()))
+        levels = dict.fromkeys(replies, _CONTROLS_ONLY)
         if not spelled and not any(prompt.messages[number].ids for number in replies):
-            return text
+            return text, levels
 
         def marked(levels: Mapping[int, int]) -> str:
             return self._render(prompt, _Marking(marks, self._guard, self._control_guard, levels))
 
-        levels = dict.fromkeys(replies, _CONTROLS_ONLY)
         best = marked(levels) if spelled else text
         plain = marks.removed_from(best)
 
@@ -204,28 +231,98 @@ class ChatTemplate:
                 result = marked(wanted)
             except TemplateError:
                 return False
-            if marks.removed_from(result) != plain:
+            if not self._agrees(plain, result, marks, wanted):
                 return False
             best, levels = result, wanted
             return True
 
+        known = {number for number in replies if self._stands_for(prompt.messages[number])}
+        for call in (_WHOLE, _AS_CALL):
+            wanted = {n: _ALL if n not in known else call if prompt.messages[n].tool_calls else _WHOLE for n in replies}
+            if attempt(wanted):
+                return self._with_glue(prompt, plain, best, marks, levels), levels
         if attempt(dict.fromkeys(replies, _ALL)):
-            return best
+            return best, levels
         attempt(dict.fromkeys(replies, _CONTROLS_AND_ANCHOR))
         for number in replies:
             message = prompt.messages[number]
-            for level in (_ALL, _CONTROLS_AND_ANCHOR):
+            for level in (_WHOLE, _AS_CALL, _ALL, _CONTROLS_AND_ANCHOR):
+                if level >= _AS_CALL and (number not in known or (level == _AS_CALL and not message.tool_calls)):
+                    continue
                 now, then = (
                     _Marking(marks, self._guard, self._control_guard, {number: tried}).message(number, message)
                     for tried in (levels[number], level)
                 )
                 if now == then or attempt({**levels, number: level}):
                     break
-        return best
+        return self._with_glue(prompt, plain, best, marks, levels), levels
+
+    def _stands_for(self, message: Message) -> bool:
+        """Whether the ids of a reply say what the message says: it may have been edited."""
+        if not message.ids:
+            return False
+        try:
+            text = self._tokenizer.spelled(message.ids)
+        except UsageError:  # ids of another model
+            return False
+        if message.content.strip() not in text:
+            return False
+        if not message.tool_calls:
+            return True
+        form = self.call_form
+        names = [name for name in map(_name_of, message.tool_calls) if name is not None]
+        start = text.find(form.opener) if form.opener else -1
+        calls = form.read(text[start:], names)[0] if start >= 0 else []
+        wanted = [(name, _arguments(tool_function(call))) for name, call in zip(names, message.tool_calls)]
+        found = [(name, _arguments({"arguments": arguments})) for name, arguments in calls or read_objects(text)]
+        return found == wanted
+
+    def _agrees(self, plain: str, result: str, marks: Marks, levels: Mapping[int, int]) -> bool:
+        """Whether a marked text is the plain one everywhere but within the replies that are replaced as a whole."""
+        position = last = 0
+        text = marks.removed_from(result)
+        for anchor, number in marks.anchors_in(result)[0]:
+            if levels.get(number, 0) < _AS_CALL:
+                continue
+            place = self._whole_place(text, anchor, levels[number])
+            if place is None:
+                return False
+            part = text[last : place[0]]
+            found = plain.find(part, position) if last else (0 if plain.startswith(part) else -1)
+            if found < 0:
+                return False
+            position, last = found + len(part), place[1]
+        rest = text[last:]
+        return plain == rest if not last else plain.endswith(rest) and len(plain) - len(rest) >= position
+
+    def _whole_place(self, text: str, anchor: int, level: int) -> tuple[int, int] | None:
+        """(start, end) of what is replaced by the ids of a reply."""
+        if level == _WHOLE:
+            return anchor, anchor
+        start = anchor - len(self.call_form.head)
+        ends = (text.find(self._tokenizer.token_text(id), anchor) for id in self._tokenizer.end_ids)
+        end = min((end for end in ends if end >= 0), default=-1)
+        return (start, end) if end >= 0 and start >= 0 and text.startswith(self.call_form.head, start) else None
+
+    def _with_glue(self, prompt: _Prompt, plain: str, marked: str, marks: Marks, levels: Mapping[int, int]) -> str:
+        """With what a generation prompt has and the template does not repeat once the reply is there: the empty
+        `<think>` block of a model that is to answer at once, or the opening of one. The ids came after it."""
+        if "think" not in self._source or not prompt.arguments.get("add_generation_prompt"):
+            return marked
+        without = self._render(replace(prompt, arguments={**prompt.arguments, "add_generation_prompt": False}))
+        if not plain.startswith(without):
+            return marked
+        lead = plain[len(without) :]
+        anchors = {marks.anchor_of(number) for number, level in levels.items() if level == _WHOLE}
+        pieces = marks.split_at(marked, anchors)
+        for i in range(0, len(pieces) - 1, 2):
+            shared = next((n for n in range(len(lead), 0, -1) if pieces[i].endswith(lead[:n])), 0)
+            pieces[i] += lead[shared:] if shared else ""
+        return "".join(pieces)
 
     # -- ids -----------------------------------------------------------------------------------------------------------
 
-    def _ids(self, marked: str, messages: Sequence[Message], marks: Marks) -> list[int]:
+    def _ids(self, marked: str, messages: Sequence[Message], marks: Marks, levels: Mapping[int, int]) -> list[int]:
         tokenizer = self._tokenizer
         ids: list[int] = []
 
@@ -238,7 +335,7 @@ class ChatTemplate:
         if tokenizer.add_bos and tokenizer.bos_id is not None:
             ids.append(tokenizer.bos_id)
         position = 0
-        for start, end, kept in self._kept(marked, messages, marks):
+        for start, end, kept in self._kept(marked, messages, marks, levels):
             add_text(position, start, continues=position > 0)
             ids.extend(kept)
             position = end
@@ -246,15 +343,18 @@ class ChatTemplate:
         return ids
 
     def _kept(
-        self, marked: str, messages: Sequence[Message], marks: Marks
+        self, marked: str, messages: Sequence[Message], marks: Marks, levels: Mapping[int, int]
     ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """(start, end, ids) of the stretches of the marked text that are replies whose ids are known, in order."""
         anchors, in_marked = marks.anchors_in(marked)
         text = marks.removed_from(marked)
         position = 0
         for anchor, number in anchors:
-            message = messages[number]
-            place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
+            message, level = messages[number], levels[number]
+            if level >= _AS_CALL:
+                place = self._whole_place(text, anchor, level)
+            else:
+                place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
             if place is not None and message.ids is not None:
                 position = place[1]
                 yield in_marked(place[0]), in_marked(place[1]), message.ids
@@ -329,6 +429,11 @@ class _Marking:
         mark, anchor = self.text, ""
         if self.marks is not None and self.levels is not None and number in self.levels:
             level, split = self.levels[number], self.marks.split
+            if level == _WHOLE:
+                return {"role": message.role, "content": self.marks.anchor_of(number)}
+            if level == _AS_CALL:
+                call = {**message.tool_calls[0], "function": {"name": self.marks.anchor_of(number), "arguments": {}}}
+                return {"role": message.role, "content": "", "tool_calls": [call]}
             guard = self.guard if level == _ALL else self.control_guard
             if guard is not None:
                 mark = functools.partial(guard.protected, mark=split)
@@ -339,7 +444,7 @@ class _Marking:
         if _name_of_first_call(message) is None:
             content += anchor
         else:
-            function = _function(calls[0])
+            function: Any = tool_function(calls[0])
             function["name"] = anchor + function["name"]
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking is not None:
@@ -382,17 +487,33 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return call
 
 
-def _name_of_first_call(message: Message) -> str | None:
-    if not message.tool_calls:
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """The arguments as a value, to be compared."""
+    try:
+        return _with_arguments(function).get("arguments")
+    except RecursionError:
         return None
-    name = _function(message.tool_calls[0]).get("name")
+
+
+def _name_of_first_call(message: Message) -> str | None:
+    return _name_of(message.tool_calls[0]) if message.tool_calls else None
+
+
+def _name_of(call: Mapping[str, Any]) -> str | None:
+    name = tool_function(call).get("name")
     return name if isinstance(name, str) else None
 
 
-def _function(call: Mapping[str, Any]) -> Any:
-    """The part of a call that has name and arguments: `function` in OpenAI's form, or the call itself."""
-    function = call.get("function")
-    return function if isinstance(function, Mapping) else call
+def _with_short_ids(message: Message) -> Message:
+    """Mistral's templates want nine letters and digits."""
+
+    def short(id: str) -> str:
+        letters = "".join(c for c in id if c.isascii() and c.isalnum())
+        return letters[-9:].rjust(9, "0")
+
+    calls = tuple({**call, "id": short(str(call.get("id", "")))} for call in message.tool_calls)
+    answers = None if message.tool_call_id is None else short(message.tool_call_id)
+    return replace(message, tool_calls=calls, tool_call_id=answers)
 
 
 def _forms(messages: tuple[Message, ...], *, knows_developer: bool) -> list[tuple[Message, ...]]:

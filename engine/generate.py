@@ -11,7 +11,6 @@ strings and table, so there is nothing to take back.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -28,15 +27,16 @@ from engine.api import (
     Progress,
     Reply,
     Request,
-    TextDelta,
     TokenLogprobs,
     TurnStats,
 )
+from engine.errors import EngineError
 from engine.kv_cache import BlockTable
 from engine.model import MAX_WANTED
+from engine.reply_plan import ReplyPlan
+from engine.reply_text import ReplyText
 from engine.sampler import Sampler, log_probabilities
 from engine.speculate import Speculation, StepTime
-from engine.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
@@ -78,25 +78,29 @@ class Generation:
         context_size: int,
         submitted: float,
         speculation: Speculation | None = None,
+        plan: ReplyPlan | None = None,
     ) -> None:
         """`table` holds the start of the prompt that needs no evaluation; `submitted` is a time of perf_counter."""
         assert len(table) < len(prompt_ids) < context_size
         self.table = table
         self.ids = list(prompt_ids)
         self.finish_reason: FinishReason | None = None
-        self.events: list[Event] = []
         self.speculation = speculation
         self._request = request
         self._tokenizer = tokenizer
         self._sampler = Sampler(request.sampling, seed)
-        self._decoder = tokenizer.stream()
-        self._stops = StopStrings(request.stop)
+        self._plan = plan or ReplyPlan()
+        self._text = ReplyText(tokenizer, self._plan, request.stop)
+        self.events = self._text.events
+        self._matcher = self._plan.grammar.matcher() if self._plan.grammar is not None else None
+        self._first = self._matcher.forced() if self._matcher is not None else []
+        self._forced: list[int] = []  # to be drawn next, where the log probabilities of each are wanted
+        self._num_forced = 0
+        self._guessed = False  # the step that runs has a draft of the drafter's
         self._context_size = context_size
         self._num_prompt = len(prompt_ids)
         self._num_reused = len(table)
         self._end = min(context_size, self._num_prompt + (request.max_tokens or context_size))
-        self._text: list[str] = []
-        self._text_ends: list[int] = []  # characters decoded up to and with each reply id
         self._logprobs: list[TokenLogprobs] = []
         self._submitted = submitted
         self._first_token: float | None = None
@@ -121,8 +125,8 @@ class Generation:
 
     @property
     def remaining(self) -> int:
-        """Ids that have no K/V yet: the rest of the prompt, or what was drawn last."""
-        return len(self.ids) - len(self.table)
+        """Ids that have no K/V yet: the rest of the prompt and what must follow it, or what was drawn last."""
+        return len(self.ids) - len(self.table) + len(self._first)
 
     def give_way(self) -> None:
         """Give back all K/V, for others to go on. The ids are kept, and evaluated again when there is room for all."""
@@ -141,31 +145,68 @@ class Generation:
         Logits are wanted of a last row that something is drawn from, and of guesses.
         """
         start = len(self.table)
+        if self._first and start + max_rows >= self._num_prompt:
+            self._begin()
         ids = self.ids[start : start + max_rows]
         draws = self.finish_reason is None and start + len(ids) == len(self.ids)
-        if self.speculation is None or not draws or start < self._num_prompt:
+        self._guessed = False
+        if not draws or start < self._num_prompt or (self.speculation is None and not self._forced):
             return Rows(self.table, ids, num_wanted=int(draws))
         limit = min(MAX_WANTED // num_running, self._end - len(self.ids)) - 1
-        draft = self.speculation.draft(self.ids, limit, num_running)
+        if self._forced:
+            draft = self._forced[: max(0, limit)]
+        else:
+            assert self.speculation is not None
+            check = None if self._matcher is None else self._lets_through
+            draft = self.speculation.draft(self.ids, limit, num_running, check)
+            self._guessed = True
         return Rows(self.table, ids + draft, num_wanted=1 + len(draft), num_drafted=len(draft))
+
+    def _begin(self) -> None:
+        """What a reply that is held to a grammar must begin with runs with the end of the prompt."""
+        first, self._first = self._first, []
+        if self._request.top_logprobs is None:
+            self._num_forced = len(first)
+            self._take(first)
+        else:
+            self._forced = first
+
+    def _lets_through(self, draft: list[int]) -> list[int]:
+        """What the grammar makes of a draft: up to the first token that it bars, with those that it forces."""
+        assert self._matcher is not None
+        matcher, taken, i = self._matcher, list[int](), 0
+        while i < len(draft) and matcher.advance(draft[i : i + 1]):
+            taken.append(draft[i])
+            i += 1
+            forced = [] if matcher.must_end else matcher.forced()
+            matcher.advance(forced)
+            taken += forced
+            if draft[i : i + len(forced)] != forced:
+                break
+            i += len(forced)
+        matcher.rewind(len(taken))
+        return taken
 
     def accept(self, rows: Rows, logits: NDArray[np.float32], started: float, time: StepTime) -> None:
         """Take in a step that began at `started` and ran `rows`; logits [W, V] f32 of those that are wanted."""
+        prefilled = len(self.table) < self._num_prompt
         self.table.append(rows.known)
         length = len(self.table)
-        prefilled = length <= self._num_prompt
-        if prefilled and length > self._reached:
-            self._prefill_tokens += length - self._reached
+        done = min(length, self._num_prompt)
+        if prefilled and done > self._reached:
+            self._prefill_tokens += done - self._reached
             self._prefill_seconds += perf_counter() - started
-            self.events.append(PrefillProgress(length, self._num_prompt, self._num_reused))
+            self.events.insert(0, PrefillProgress(done, self._num_prompt, self._num_reused))
         self._reached = max(self._reached, length)
+        if self._first_token is None and self._num_prompt <= length and self._num_prompt < len(self.ids):
+            self._first_token = perf_counter()  # a forced one: it is known when the prompt has been read
         if not len(logits):
             return
         drawn = self._draw_all(rows.draft, logits)
         if not prefilled:
             self._decode_tokens += len(drawn)
             self._decode_seconds += perf_counter() - started
-            if self.speculation is not None:
+            if self.speculation is not None and self._guessed:
                 self.speculation.learn(drawn, rows.num_drafted, time)
             self._tell()
 
@@ -182,13 +223,16 @@ class Generation:
             self._finish("cancelled")
 
     def take_events(self) -> list[Event]:
-        events, self.events = self.events, []
+        events = self.events.copy()
+        self.events.clear()
         return events
 
     def reply(self) -> Reply:
         assert self.finish_reason is not None
         return Reply(
-            text="".join(self._text),
+            text=self._text.text,
+            thinking=self._text.thinking,
+            tool_calls=self._text.calls,
             ids=tuple(self._reply_ids),
             prompt_ids=tuple(self.ids[: self._num_prompt]),
             finish_reason=self.finish_reason,
@@ -203,41 +247,82 @@ class Generation:
     def _draw_all(self, draft: list[int], logits: NDArray[np.float32]) -> list[int]:
         """The tokens drawn from rows of logits [1 + D, V] f32, up to the first that a draft of D did not guess.
 
-        A guess that was drawn has its K/V already, in the row that was run for it.
+        A guess that was drawn, or that a grammar forces, has its K/V already, in the row that was run for it.
         """
         drawn: list[int] = []
         for i, row in enumerate(logits):
-            position = len(self.ids)
-            token = self._draw(row)
-            drawn.append(token)
-            right = i < len(draft) and draft[i] == token
-            if right and len(self.ids) > position:  # else it is an end token, or a stop string cut it off
-                self.table.append([token])
-            if not right or self.finish_reason is not None:
+            if self.finish_reason is None and len(self.ids) == len(self.table):
+                drawn += self._draw(row)
+            position = len(self.table)
+            if i == len(draft) or position >= len(self.ids) or self.ids[position] != draft[i]:
                 break
+            self.table.append(draft[i : i + 1])
         if draft:
             self.table.truncate(len(self.table))  # no more room than without guesses
         return drawn
 
-    def _draw(self, logits: NDArray[np.float32]) -> int:
-        """The next token: it ends the reply, or becomes part of it."""
+    def _draw(self, logits: NDArray[np.float32]) -> list[int]:
+        """The next token, which ends the reply or becomes part of it, and those that a grammar forces after it."""
         logits = logits[: self._tokenizer.vocab_size]  # some models have more rows, as padding
-        token = self._sampler.sample(logits, len(self.ids), self.ids)
-        if self._first_token is None:
-            self._first_token = perf_counter()
-        if token in self._tokenizer.end_ids:
-            self._finish("stop")
-            return token
+        if self._forced:
+            token = self._forced.pop(0)
+            self._num_forced += 1
+        else:
+            allowed = None if self._matcher is None else self._matcher.allowed()
+            token = self._sampler.sample(logits, len(self.ids), self.ids, allowed)
+            if token in self._tokenizer.end_ids:
+                self._first_token = self._first_token or perf_counter()
+                self._finish("stop")
+                return [token]
+        self._first_token = self._first_token or perf_counter()
         if self._request.top_logprobs is not None:
             self._logprobs.append(self._describe(logits, token, self._request.top_logprobs))
-        self.ids.append(token)
-        text = self._decoder.push(token)
-        self._text_ends.append((self._text_ends[-1] if self._text_ends else 0) + len(text))
-        if self._show(text):
-            self._stop()
-        elif len(self.ids) == self._end:
-            self._finish("length")
-        return token
+        return self._take([token])
+
+    def _take(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens become part of the reply, and those that a grammar forces after them, until something ends it.
+
+        Which tokens are forced depends on the tokens before them alone, so it is the same with guesses and without.
+        """
+        taken: list[int] = []
+        todo = list(tokens)
+        while todo and self.finish_reason is None:
+            token = todo.pop(0)
+            taken.append(token)
+            self.ids.append(token)
+            if self._text.push(token):
+                self._stop()
+                break
+            if self._follow(token) and not todo:
+                todo = self._next_forced()
+            if self.finish_reason is None and len(self.ids) == self._end:
+                self._finish("length")
+        return taken
+
+    def _follow(self, token: int) -> bool:
+        """Go on in the grammar; False where there is none, or where it ends the reply."""
+        if self._matcher is None:
+            self._matcher = self._text.call_matcher()
+            if self._matcher is None:
+                return False
+        elif self._matcher.advance([token]) != 1:
+            raise EngineError("the grammar refuses a token that it allowed")
+        if self._matcher.must_end:
+            self._finish("stop")
+            return False
+        return True
+
+    def _next_forced(self) -> list[int]:
+        """What must follow now; where its log probabilities are wanted, it is drawn token by token."""
+        assert self._matcher is not None
+        if self._forced:
+            return []
+        forced = self._matcher.forced()
+        if self._request.top_logprobs is not None:
+            self._forced = forced
+            return []
+        self._num_forced += len(forced)
+        return forced
 
     def _describe(self, logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
         def entry(i: int, logprob: float) -> Logprob:
@@ -246,30 +331,18 @@ class Generation:
         chosen, top = log_probabilities(logits, token, count)
         return TokenLogprobs(chosen=entry(token, chosen), top=tuple(entry(i, value) for i, value in top))
 
-    def _show(self, text: str, *, last: bool = False) -> bool:
-        """Let decoded text out as far as the stop strings allow; True when one of them ended the reply."""
-        text, stopped = self._stops.push(text)
-        if last and not stopped:
-            text += self._stops.finish()
-        if text:
-            self._text.append(text)
-            self.events.append(TextDelta(text))
-        return stopped
-
     def _finish(self, reason: FinishReason) -> None:
-        """Nothing more is drawn: what was held back is text after all, a cut character becomes U+FFFD."""
+        """Nothing more is drawn."""
         self.finish_reason = reason
-        if self._show(self._decoder.finish(), last=True):
+        if self._text.finish(whole=reason == "stop"):
             self._stop()
+        elif reason == "stop" and self._text.calls:
+            self.finish_reason = "tool_calls"
 
     def _stop(self) -> None:
-        """A stop string ended the reply: keep the ids up to the one that completes the text before it.
-
-        That id's own text may reach into the stop string; a token cannot be cut.
-        """
+        """A stop string ended the reply: keep the ids of the text before it."""
         self.finish_reason = "stop"
-        length = sum(map(len, self._text))
-        kept = min(bisect_left(self._text_ends, length) + 1, len(self._text_ends)) if length else 0
+        kept = self._text.num_kept()
         del self.ids[self._num_prompt + kept :]
         del self._logprobs[kept:]
         self.table.truncate(min(len(self.table), len(self.ids)))
@@ -288,6 +361,7 @@ class Generation:
             context_size=self._context_size,
             kv_bytes=self.table.num_bytes,
             seed=sampling.seed,
+            forced_tokens=None if self._matcher is None else self._num_forced,
         )
         if speculation is None:
             return stats

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 from engine.api import (
     Event,
@@ -19,11 +19,13 @@ from engine.api import (
     KVType,
     Message,
     ModelInfo,
+    Notice,
     Reply,
     Request,
     SamplingParams,
     SpeculationMode,
     TextDelta,
+    ToolChoice,
 )
 from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
@@ -32,12 +34,14 @@ from engine.draft_model import DraftModel, check_vocabulary
 from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
 from engine.generate import Generation, Rows
 from engine.gguf_file import GGUFFile, open_gguf
+from engine.grammar import GrammarCompiler
 from engine.kept_files import CAP_BYTES, KeptFiles
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
 from engine.kv_folder import prepare
 from engine.kv_layout import Identity
 from engine.memory import MemoryPlan, available_memory, plan_memory
 from engine.model import MAX_WANTED, Model
+from engine.reply_plan import plan_reply
 from engine.sampler import Sampler, log_probabilities
 from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler
 from engine.sessions import Sessions
@@ -56,6 +60,12 @@ _FILE_TYPES = {
     12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S",
     25: "IQ4_NL", 30: "IQ4_XS", 32: "BF16",
 }  # fmt: skip
+
+
+_NO_TOOLS = (
+    "the chat template of this model knows no tools: the system prompt tells of them and of a form for calls, and "
+    "calls may be poor"
+)
 
 
 class LocalEngine:
@@ -188,6 +198,8 @@ class LocalEngine:
         self._kv_sessions = kv_sessions
         self._speculation = speculation
         self._speculator = Speculator(draft_model)
+        self._grammars = GrammarCompiler(tokenizer)
+        self._told_form = False
         self._scheduler = Scheduler(model, self._sessions, max_concurrent=max_concurrent, prefill_chunk=prefill_chunk)
 
     def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
@@ -210,12 +222,12 @@ class LocalEngine:
         """Events of one reply, ending with Finished.
 
         Raises at once, with nothing evaluated or changed: TemplateError, ContextExceededError, UsageError for ids
-        that the model does not have, EngineError when the engine is closed. A request that finds no place, or another
-        one of its conversation running, waits; one that is cancelled meanwhile ends without having run.
+        that the model does not have, SchemaError for a schema that cannot be followed, EngineError when the engine is
+        closed. A request that finds no place, or another one of its conversation running, waits; one that is cancelled
+        meanwhile ends without having run.
         """
         submitted = perf_counter()
         self._check_open()
-        _check_supported(request)
         _check_draft_model(request.speculation, self._speculator.model is not None)
         prompt_ids = self._prompt_ids(request)
         self._check_ids(request.sampling.logit_bias, "the logit bias")
@@ -223,6 +235,9 @@ class LocalEngine:
             raise ContextExceededError(len(prompt_ids), self.info.context_size)
         if request.messages and self.template.stop:
             request = replace(request, stop=(*request.stop, *self.template.stop))
+        plan = plan_reply(request, prompt_ids, self.template, self.tokenizer, self._grammars)
+        if request.tools and request.tool_choice == "none":
+            request = self._without_opener(request)
 
         def start(table: BlockTable) -> Generation:
             seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
@@ -235,9 +250,14 @@ class LocalEngine:
                 context_size=self.info.context_size,
                 submitted=submitted,
                 speculation=self._begin_speculation(request, table, seed),
+                plan=plan,
             )
 
-        return self._scheduler.submit(request, prompt_ids, start)
+        notices = []
+        if plan.form is not None and plan.form.stated and not self._told_form:
+            self._told_form = True
+            notices.append(Notice(_NO_TOOLS))
+        return self._scheduler.submit(request, prompt_ids, start, notices)
 
     def _begin_speculation(self, request: Request, table: BlockTable, seed: int) -> Speculation | None:
         mode = request.speculation or self._speculation
@@ -259,9 +279,19 @@ class LocalEngine:
         stop: Sequence[str] = (),
         top_logprobs: int | None = None,
         conversation: str = "default",
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        json_schema: Mapping[str, Any] | bool | None = None,
     ) -> Reply:
         """The reply to messages, or to one user message given as text. Raises what `generate` raises."""
-        request = _request(messages, sampling, max_tokens, stop, top_logprobs, conversation)
+        request = replace(
+            _request(messages, sampling, max_tokens, stop, top_logprobs, conversation),
+            tools=tuple(tools),
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            json_schema=json_schema,
+        )
         return next(event.reply for event in self.generate(request) if isinstance(event, Finished))
 
     def stream(
@@ -334,6 +364,14 @@ class LocalEngine:
     ) -> None:
         self.close()
 
+    def _without_opener(self, request: Request) -> Request:
+        """Without the token that begins a call, where that is one token."""
+        opener = next(self.tokenizer.parts(self.template.call_form.opener), "")
+        if isinstance(opener, str):
+            return request
+        sampling = request.sampling
+        return replace(request, sampling=replace(sampling, logit_bias={**sampling.logit_bias, opener: -math.inf}))
+
     def _prompt_ids(self, request: Request) -> list[int]:
         if request.prompt_ids is None:
             return self.template.encode(request.messages, request.tools, **request.template_kwargs)
@@ -351,11 +389,6 @@ class LocalEngine:
     def _check_open(self) -> None:
         if self._scheduler.closing:
             raise EngineError(CLOSED)
-
-
-def _check_supported(request: Request) -> None:
-    if request.json_schema is not None or request.tool_choice != "auto" or not request.parallel_tool_calls:
-        raise UsageError("json_schema, tool_choice and parallel_tool_calls are not supported by this backend")
 
 
 def _check_draft_model(speculation: SpeculationMode | None, has_model: bool) -> None:

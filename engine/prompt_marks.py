@@ -42,6 +42,12 @@ class Marks:
     def removed_from(self, text: str) -> str:
         return self.without_anchors(text).replace(self.split, "")
 
+    def split_at(self, marked: str, anchors: Iterable[str]) -> list[str]:
+        """The text cut around these anchors: text, anchor, text, ..."""
+        if not (anchors := list(anchors)):
+            return [marked]
+        return re.split(f"((?:{'|'.join(anchors)})(?![{self.digits}]))", marked)
+
     def anchors_in(self, marked: str) -> tuple[list[tuple[int, int]], Callable[[int], int]]:
         """(position, number) of each anchor, in order, and a function from a position to one in `marked`.
 

@@ -46,12 +46,24 @@ class Sampler:
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
 
-    def sample(self, logits: NDArray[np.float32], position: int, recent: Sequence[int]) -> int:
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        position: int,
+        recent: Sequence[int],
+        allowed: NDArray[np.intp] | None = None,
+    ) -> int:
         """The id at `position`, given the logits [V] f32 (left unchanged) and the ids before it.
 
-        Only the last `penalty_window` ids of `recent` are looked at. Raises EngineError when nothing can be chosen.
+        Only the last `penalty_window` ids of `recent` are looked at. `allowed`: ascending ids [A] that it may be; the
+        others count for nothing, not even for top-k and top-p. Raises EngineError when nothing can be chosen.
         """
         scores = self._adjust(logits, recent)
+        if allowed is not None:
+            return int(allowed[self._choose(scores[allowed], position)]) if len(allowed) > 1 else int(allowed[0])
+        return self._choose(scores, position)
+
+    def _choose(self, scores: NDArray[np.float32], position: int) -> int:
         best = int(scores.argmax())  # a NaN counts as the largest, so one look at the best sees it
         top = float(scores[best])
         if math.isnan(top) or top == -math.inf:

@@ -88,9 +88,9 @@ class Scheduler:
         self._to_forget: set[str] = set()
         self._closing = False
 
-    def submit(self, request: Request, prompt_ids: Sequence[int], start: Start) -> Events:
-        """Events of a request, which queues when the first of them is asked for."""
-        return Events(self, _Job(request, prompt_ids, start, threading.Condition(self._mutex)))
+    def submit(self, request: Request, prompt_ids: Sequence[int], start: Start, first: Sequence[Event] = ()) -> Events:
+        """Events of a request, `first` before all others; it queues when the first of them is asked for."""
+        return Events(self, _Job(request, prompt_ids, start, threading.Condition(self._mutex), deque(first)))
 
     def forget(self, conversation: str) -> None:
         """Drop the cache of a conversation: at once, or when its turn ends."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -169,10 +169,17 @@ class Speculation:
         self._drafter = drafter if drafter is not None else NgramDrafter(history.index)
         self._guesses: list[Guess] = []  # of the last step, checked or not
 
-    def draft(self, ids: Sequence[int], limit: int, num_running: int = 1) -> list[int]:
+    def draft(
+        self,
+        ids: Sequence[int],
+        limit: int,
+        num_running: int = 1,
+        check: Callable[[list[int]], list[int]] | None = None,
+    ) -> list[int]:
         """At most `limit` tokens that may follow `ids`, worth checking in a step of `num_running` generations.
 
-        `ids` is the whole conversation so far, and only grows from call to call.
+        `ids` is the whole conversation so far, and only grows from call to call. `check` makes of a draft what a
+        grammar lets through.
         """
         idle = limit < 1 or self._history.guard.pausing or self.costs.due(len(ids))
         if isinstance(self._drafter, ModelDrafter):
@@ -181,7 +188,10 @@ class Speculation:
         count = 0 if idle else self._count(self._guesses, num_running)
         draft = [guess.token for guess in self._guesses[:count]]
         # What follows the end of a reply is never said.
-        return draft[: next((i for i, token in enumerate(draft) if token in self._end_ids), count)]
+        draft = draft[: next((i for i, token in enumerate(draft) if token in self._end_ids), count)]
+        if check is not None and draft:
+            draft = check(draft)[:limit]
+        return draft
 
     def learn(self, drawn: Sequence[int], num_drafted: int, time: StepTime) -> None:
         """Take in what the model drew in a step for which `draft` gave `num_drafted` tokens."""

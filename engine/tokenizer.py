@@ -165,6 +165,10 @@ class Tokenizer:
                 continues = True
         return ids
 
+    def parts(self, text: str) -> Iterator[str | int]:
+        """The text cut at the spellings of control and user-defined tokens: stretches of text and ids, in order."""
+        return self._parts(text, self._special)
+
     @staticmethod
     def _parts(text: str, spellings: Spellings) -> Iterator[str | int]:
         """The text cut at the spellings: stretches of text (not empty) and ids, in order."""
@@ -184,6 +188,11 @@ class Tokenizer:
         if self._strips_first_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Text of the ids with the control tokens in it. Raises UsageError for an id that is not in the vocabulary."""
+        parts = (self.token_text(id).encode() if id in self.control_ids else self.piece(id) for id in ids)
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def piece(self, id: int) -> bytes:
         """A token's own bytes, which need not be whole characters; nothing for a control token.

@@ -132,6 +132,7 @@ class StandInTemplate:
     """`role:content` and END for each message, then `assistant:`; kept ids stand for their content."""
 
     notices = ("a template of the tests",)
+    thinks = False
     stop: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: StandInTokenizer) -> None:

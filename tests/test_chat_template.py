@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,8 @@ FEATURES = [
 @pytest.mark.parametrize("source", FEATURES)
 def test_templates_render_as_with_hugging_face(source: str) -> None:
     messages = [system("s"), user("u é <b>"), assistant("a")]
-    tools = [{"type": "function", "b": {"z": 1, "a": "ü"}}]
+    # One that knows no tools is told of them in the system prompt.
+    tools = [{"type": "function", "b": {"z": 1, "a": "ü"}}] if "tools" in source else []
     as_dicts = [{"role": message.role, "content": message.content} for message in messages]
     expected = hugging_face_render(source, messages=as_dicts, tools=tools, add_generation_prompt=True)
     assert template_of(source).render(messages, tools) == expected
@@ -340,19 +342,8 @@ def test_a_developer_is_the_system_unless_the_template_knows_developers() -> Non
     assert "<|im_start|>developer\nd" in template_of(knows).render(messages)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [assistant("first"), user("u")],
-        [
-            user("u"),
-            assistant("", tool_calls=({"function": {"name": "f", "arguments": {}}},)),
-            Message(role="tool", content="r", tool_call_id="1"),
-        ],
-    ],
-)
-def test_what_cannot_be_joined_is_refused_in_one_line_with_the_templates_own_words(messages: list[Message]) -> None:
-    template = template_of(STRICT_TEMPLATE, "gemma")
+def test_what_cannot_be_joined_is_refused_in_one_line_with_the_templates_own_words() -> None:
+    template, messages = template_of(STRICT_TEMPLATE, "gemma"), [assistant("first"), user("u")]
     for action in (template.render, template.encode):
         with pytest.raises(TemplateError) as error:
             action(messages)
@@ -669,12 +660,10 @@ def test_a_reply_whose_text_is_not_that_of_its_ids_is_tokenized() -> None:
         )
 
 
-def test_a_reply_that_the_template_trims_is_tokenized() -> None:
+def test_a_reply_that_the_template_trims_keeps_its_ids_as_they_were() -> None:
     template = template_of("{% for m in messages %}{{ '<|im_start|>' + m.content | trim + '<|im_end|>' }}{% endfor %}")
     ids = [id_of(character) for character in "hello"] + [id_of("Ġ")]
-    assert shown(template.encode([user("a"), reply(ids)])) == template.render([user("a"), reply(ids)])
-    untrimmed = ids[:-1]
-    assert template.encode([reply(untrimmed)]) == [id_of("<|im_start|>"), *untrimmed, id_of("<|im_end|>")]
+    assert template.encode([reply(ids)]) == [id_of("<|im_start|>"), *ids, id_of("<|im_end|>")]
 
 
 def test_a_reply_that_the_template_drops_is_dropped() -> None:
@@ -703,7 +692,7 @@ def test_a_call_keeps_its_ids_although_the_template_writes_it_anew() -> None:
         assert "other.txt" in shown(template.encode(other))
 
 
-def test_reasoning_that_the_template_keeps_has_its_ids_and_what_it_drops_is_gone() -> None:
+def test_reasoning_keeps_its_ids_also_where_the_template_drops_it() -> None:
     template, tokenizer = template_of(THINKING_TEMPLATE), TOKENIZERS["qwen"]
     ids = [id_of("<think>"), *tokenizer.encode("\nhm\n"), id_of("</think>")]
     ids += [*tokenizer.encode("\n\n"), *map(id_of, "yes")]
@@ -716,9 +705,12 @@ def test_reasoning_that_the_template_keeps_has_its_ids_and_what_it_drops_is_gone
         kept = template.encode([user("a"), message], add_generation_prompt=False)
         assert shown(kept) == template.render([user("a"), message], add_generation_prompt=False)
         assert kept[: len(prompt) + len(ids)] == prompt + ids
-        dropped = template.encode([user("a"), message, user("b")])
-        assert shown(dropped) == template.render([user("a"), message, user("b")])
-        assert id_of("<think>") not in dropped
+        next_turn = template.encode([user("a"), message, user("b")])
+        assert next_turn[: len(prompt) + len(ids)] == prompt + ids
+        assert "<think>" not in template.render([user("a"), message, user("b")])
+        without = template.encode([user("a"), replace(message, ids=None), user("b")])
+        assert shown(without) == template.render([user("a"), message, user("b")])
+        assert id_of("<think>") not in without
 
 
 def test_a_template_that_looks_into_a_reply_still_gets_no_control_token_from_it() -> None:

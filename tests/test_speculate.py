@@ -74,7 +74,7 @@ class Oracle(Speculation):
         self._random = random.Random(seed)
         self._share_right = share_right
 
-    def draft(self, ids: Sequence[int], limit: int, num_running: int = 1) -> list[int]:
+    def draft(self, ids: Sequence[int], limit: int, num_running: int = 1, check=None) -> list[int]:
         coming = self._truth[len(ids) :][:limit]
         right = [self._random.random() < self._share_right for _ in coming]
         draft = [token if ok else self._random.randrange(VOCAB) for token, ok in zip(coming, right)]

@@ -1,0 +1,183 @@
+"""Which JSON schemas a reply can be held to: every keyword is looked at before anything is generated.
+
+A keyword that says which values are valid is either followed or refused by name, and never left out. Keywords that only
+describe (`title`, `default`, `examples`) and words that JSON Schema does not know are skipped, as the standard asks.
+docs/tool-calls.md has the list.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.errors import SchemaError
+
+MAX_DEPTH = 60
+"""Levels of objects and lists in a schema; each nested object takes two or three."""
+MAX_CHARACTERS = 500_000
+"""Of a schema as JSON text."""
+MAX_SCHEMAS = 5_000
+"""Schemas within one: properties, items, alternatives."""
+MAX_PROPERTIES = 1_000
+"""Of one object: the parser has a state for each that may be left out."""
+
+_ONE = ("items", "additionalProperties")
+_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+_UNSUPPORTED = frozenset(
+    {"not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"}
+    | {"dependentRequired", "dependentSchemas", "dependencies", "additionalItems", "unevaluatedProperties"}
+    | {"unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow", "extends", "divisibleBy"}
+)
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    **dict.fromkeys(_COUNTS, (int,)),
+    **dict.fromkeys(_ONE, (Mapping, bool)),
+    **dict.fromkeys(_SEVERAL, (list, tuple)),
+    **dict.fromkeys(_NAMED, (Mapping,)),
+    **dict.fromkeys(("required", "enum"), (list, tuple)),
+    **dict.fromkeys(("pattern", "format", "$ref"), (str,)),
+    "type": (str, list, tuple),
+}
+
+
+def checked_schema(schema: Mapping[str, Any] | bool, what: str) -> dict[str, Any]:
+    """The schema as plain JSON that a grammar can be made of; `what` names it in errors: "the schema of tool 'f'".
+
+    Raises SchemaError that names the keyword and where it stands.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise SchemaError(f"{what} is false: nothing is valid under it")
+        return {}
+    if not isinstance(schema, Mapping):
+        raise SchemaError(f"{what} must be a JSON object or true, not a {type(schema).__name__}")
+    _check_json(schema, what)
+    text = json.dumps(schema)
+    if len(text) > MAX_CHARACTERS:
+        raise SchemaError(f"{what} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are followed")
+    plain: dict[str, Any] = json.loads(text)
+    for count, (node, where) in enumerate(_schemas(plain, what)):
+        if count == MAX_SCHEMAS:
+            raise SchemaError(f"{what} holds more than {MAX_SCHEMAS:,} schemas")
+        _check_node(node, f"at {where}" if where else "at the top", what)
+    return plain
+
+
+def _check_json(value: Any, what: str) -> None:
+    """Without recursion: what is checked here may be nested as deeply as memory allows."""
+    todo: list[tuple[Any, int]] = [(value, 1)]
+    while todo:
+        item, depth = todo.pop()
+        if item is None or isinstance(item, (bool, int)):
+            continue
+        if isinstance(item, str):
+            _check_unicode(item, what)
+            continue
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                raise SchemaError(f"{what} holds {item}, which is no JSON number")
+            continue
+        if depth > MAX_DEPTH:
+            raise SchemaError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(item, Mapping):
+            for key in item:
+                if not isinstance(key, str):
+                    raise SchemaError(f"{what} has a key that is no text")
+                _check_unicode(key, what)
+            todo.extend((child, depth + 1) for child in item.values())
+        elif isinstance(item, (list, tuple)):
+            todo.extend((child, depth + 1) for child in item)
+        else:
+            raise SchemaError(f"{what} holds a {type(item).__name__}, which is no JSON value")
+
+
+def _check_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SchemaError(f"{what} holds half of a surrogate pair: {_shown(text)}") from None
+
+
+def _schemas(root: dict[str, Any], what: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every schema within a schema, and the pointer to it."""
+    todo: list[tuple[Any, str]] = [(root, "")]
+    while todo:
+        node, where = todo.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise SchemaError(f"{what}: at {where} stands no schema but {_shown(node)}")
+        yield node, where
+        todo.extend((node[word], f"{where}/{word}") for word in _ONE if word in node)
+        for word in _SEVERAL:
+            todo.extend((item, f"{where}/{word}/{i}") for i, item in enumerate(node.get(word, ())))
+        for word in _NAMED:
+            todo.extend((item, f"{where}/{word}/{name}") for name, item in node.get(word, {}).items())
+
+
+def _check_node(node: dict[str, Any], where: str, what: str) -> None:
+    """One schema's own keywords. A `format` that says nothing about this type is taken out."""
+
+    def refuse(reason: str) -> SchemaError:
+        return SchemaError(f"{what}: {reason} ({where})")
+
+    for word, value in node.items():
+        if word in _UNSUPPORTED and not (word == "uniqueItems" and value is False):
+            raise refuse(f'the keyword "{word}" is not supported')
+        kinds = _KINDS.get(word)
+        if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise refuse(f'"{word}" cannot be {_shown(value)}')
+    node.pop("uniqueItems", None)
+    if len(node.get("properties", ())) > MAX_PROPERTIES:
+        raise refuse(f"an object has more than {MAX_PROPERTIES:,} properties")
+    reference = node.get("$ref")
+    if reference is not None and not reference.startswith("#"):
+        raise refuse(f'"$ref" reaches outside of the schema: {_shown(reference)}')
+    if "format" in node and "string" not in _types(node):
+        del node["format"]
+    if node.get("format", "date") not in _FORMATS:
+        raise refuse(f'"format" {_shown(node["format"])} is not supported; there is: {", ".join(sorted(_FORMATS))}')
+    _check_texts(node, refuse)
+    # Keys that a schema does not name may come twice, and count once then.
+    if node.get("minProperties", 0) > max(1, len(node.get("required", ()))):
+        raise refuse('"minProperties" is supported up to the number of required properties')
+
+
+def _check_texts(node: dict[str, Any], refuse: Any) -> None:
+    """A JSON text can hold every character, but in calls there are no `\\u` escapes: see grammar.py."""
+    texts = [*node.get("properties", ()), *_texts([node.get("const"), node.get("enum"), node.get("required")])]
+    wrong = next(
+        (text for text in texts if any((ord(c) < 32 and c not in "\b\f\n\r\t") or c == "\x7f" for c in text)), None
+    )
+    if wrong is not None:
+        raise refuse(f"the text {_shown(wrong)} has a control character, which is not supported")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _types(node: dict[str, Any]) -> Sequence[str]:
+    """The types that a schema names; all of them where it names none."""
+    types = node.get("type", "string")
+    return [types] if isinstance(types, str) else types
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,134 @@
+"""A reply told apart while it is generated: reasoning, text for the person, calls of tools.
+
+`ReplyParts` takes decoded text in pieces of any size. A marker is never shown, nor is half of one: text that could
+still become one is held back until it is decided.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from engine.reply_plan import THINK, ReplyPlan
+from engine.stop_strings import overlap
+from engine.tool_calls import BareCall
+
+Kind = Literal["thinking", "text", "call"]
+
+
+class Part(NamedTuple):
+    kind: Kind
+    text: str
+    end: int
+    """Characters of the whole reply up to the end of this part."""
+
+
+class ReplyParts:
+    """Sorts text into parts. What has been given out is never taken back."""
+
+    def __init__(self, plan: ReplyPlan) -> None:
+        self._plan = plan
+        self._held = ""
+        self._end = 0  # characters taken in
+        self._state: Literal["start", "thinking", "text", "call"] = "text"
+        self._shown = False  # some text has been given out
+        self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
+        self._opener = plan.form.opener if plan.form is not None else ""
+        self.bare: tuple[str, int] | None = None
+        """Of a bare call: the tool, and where in `call_text` its arguments begin."""
+        self.call_text = ""
+        """From the opener on; "" where there is no call."""
+        self._trims = False  # blanks before the next text are dropped
+        if plan.thinking:
+            self._state, self._trims = "thinking", True
+        elif plan.forced:
+            self._state = "call"
+        elif plan.thinks:
+            self._state = "start"
+
+    @property
+    def in_call(self) -> bool:
+        return self._state == "call"
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are decided by now."""
+        self._end += len(text)
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Nothing follows: what was held back is what it looks like."""
+        parts: list[Part] = []
+        if self._state == "thinking":
+            self._give(parts, "thinking", len(self._held.rstrip()))
+        elif self._state != "call":
+            self._give(parts, "text", len(self._held))
+        self._held = ""
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Decide about the start of what is held; True if there may be more to decide."""
+        if self._state == "call":
+            self.call_text += self._held
+            self._held = ""
+            return False
+        if self._trims:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return False
+            self._trims = False
+        if self._state == "start":
+            return self._start()
+        if self._state == "thinking":
+            return self._think(parts)
+        return self._text(parts)
+
+    def _start(self) -> bool:
+        text = self._held.lstrip()
+        if text.startswith(THINK[0]):
+            self._held = text[len(THINK[0]) :]
+            self._state, self._trims = "thinking", True
+        elif THINK[0].startswith(text):
+            return False
+        else:
+            self._state = "text"
+        return True
+
+    def _think(self, parts: list[Part]) -> bool:
+        end = self._held.find(THINK[1])
+        if end < 0:
+            shown = len(self._held) - overlap(self._held, THINK[1])
+            self._give(parts, "thinking", len(self._held[:shown].rstrip()))
+            return False
+        self._give(parts, "thinking", len(self._held[:end].rstrip()))
+        self._held = self._held.lstrip()[len(THINK[1]) :]
+        self._state, self._trims = "call" if self._plan.forced else "text", True
+        return True
+
+    def _text(self, parts: list[Part]) -> bool:
+        if self._plan.form is None:
+            self._give(parts, "text", len(self._held))
+            return False
+        if self._opener and (start := self._held.find(self._opener)) >= 0:
+            self._give(parts, "text", len(self._held[:start].rstrip()))
+            self._held = self._held.lstrip()
+            self._state = "call"
+            return True
+        if self._bare is not None and not self._shown:
+            self.bare = self._bare.find(self._held)
+            if self.bare is not None:
+                self._state = "call"
+                return True
+            if self._bare.possible(self._held):
+                return False
+        shown = len(self._held) - (overlap(self._held, self._opener) if self._opener else 0)
+        self._give(parts, "text", len(self._held[:shown].rstrip()))
+        return False
+
+    def _give(self, parts: list[Part], kind: Kind, length: int) -> None:
+        if length:
+            text, self._held = self._held[:length], self._held[length:]
+            parts.append(Part(kind, text, self._end - len(self._held)))
+            self._shown = self._shown or kind == "text"
