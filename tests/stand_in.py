@@ -129,7 +129,10 @@ class StandInDecoder:
 
 
 class StandInTemplate:
-    """`role:content` and END for each message, then `assistant:`; kept ids stand for their content."""
+    """`role:content` and END for each message, then `assistant:`; kept ids stand for their content.
+
+    Answers of tools are taken where they say which call they answer.
+    """
 
     notices = ("a template of the tests",)
     thinks = False
@@ -141,7 +144,7 @@ class StandInTemplate:
     def encode(self, messages, tools=(), *, add_generation_prompt: bool = True) -> list[int]:
         ids: list[int] = []
         for message in messages:
-            if message.role == "tool":
+            if message.role == "tool" and message.tool_call_id is None:
                 raise TemplateError("no tools here")
             content = message.ids if message.ids is not None else self.tokenizer.encode(message.content)
             ids += [*self.tokenizer.encode(f"{message.role}:"), *content, END]

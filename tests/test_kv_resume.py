@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -75,10 +76,11 @@ class Chat:
     """How many of them came before anything else."""
 
     def ask(
-        self, engine: LocalEngine, text: str, *, max_tokens: int = 12, cut: int | None = None, **settings: object
+        self, engine: LocalEngine, text: str | None, *, max_tokens: int = 12, cut: int | None = None, **settings: object
     ) -> Reply:
-        """A turn; `cut`: cancelled after so many pieces of text."""
-        self.messages.append(Message(role="user", content=text))
+        """A turn; `cut`: cancelled after so many pieces of text. No text: the messages as they are are answered."""
+        if text is not None:
+            self.messages.append(Message(role="user", content=text))
         request = Request(
             messages=tuple(self.messages),
             max_tokens=max_tokens,
@@ -100,6 +102,12 @@ class Chat:
 
     def undo(self) -> None:
         del self.messages[-2:]
+
+    def answer_call(self, name: str, result: str) -> None:
+        """What an agent adds when the last reply called a tool."""
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        self.messages[-1] = replace(self.messages[-1], tool_calls=(call,))
+        self.messages.append(Message(role="tool", content=result, tool_call_id=name, name=name))
 
     def fork(self, name: str, folder: Path | None) -> Chat:
         """What the program does: the words and the file are copied."""
@@ -290,6 +298,20 @@ def after_a_stop_string(engine: Callable[[], LocalEngine], folder: Path | None) 
     return [whole, stopped, chat.ask(engine(), "go on")]
 
 
+def after_tool_calls(engine: Callable[[], LocalEngine], folder: Path | None) -> list[Reply]:
+    """Two calls in a turn, each with a restart before its answer is read; then an undo of all that, and one more."""
+    chat = Chat()
+    replies = [chat.ask(engine(), "what is in these files?", sampling=HOT)]
+    for name in ("read_file", "list_files"):
+        chat.answer_call(name, f"the result of {name} " * 20)
+        replies.append(chat.ask(engine(), None, sampling=HOT))
+    replies.append(chat.ask(engine(), "and now?"))
+    del chat.messages[3:]  # behind the first answer of a tool
+    assert chat.messages[-1].role == "tool"
+    replies.append(chat.ask(engine(), None))
+    return replies
+
+
 @contextmanager
 def restarted(start: Callable[[], LocalEngine]) -> Iterator[Callable[[], LocalEngine]]:
     """A new engine for each call."""
@@ -306,7 +328,8 @@ def restarted(start: Callable[[], LocalEngine]) -> Iterator[Callable[[], LocalEn
 
 
 SCENARIOS = [
-    greedy, sampled, with_guesses, long_replies, after_undo, after_a_fork, after_a_cancellation, after_a_stop_string
+    greedy, sampled, with_guesses, long_replies, after_undo, after_a_fork, after_a_cancellation, after_a_stop_string,
+    after_tool_calls,
 ]  # fmt: skip
 
 
@@ -322,8 +345,13 @@ def test_restarts_between_all_turns_change_no_token_and_cost_no_prefill(steps: S
     assert sum(reply.stats.restored_tokens or 0 for reply in replies[1:]) > 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize("steps", [sampled, after_undo])
+@pytest.mark.parametrize(
+    ("steps", "architecture"),
+    [
+        *((steps, "llama") for steps in SCENARIOS if steps is not long_replies),
+        *((steps, "gemma3") for steps in (sampled, after_undo)),
+    ],
+)
 def test_restarts_change_no_token_of_a_real_model(
     steps: Steps, architecture: Literal["llama", "gemma3"], folder: Path, tmp_path: Path
 ) -> None:
@@ -390,6 +418,29 @@ def test_a_turn_prefills_the_same_however_many_conversations_share_however_many_
     assert [[reply.ids for reply in of_one] for of_one in replies] == [
         [reply.ids for reply in of_one] for of_one in expected
     ]
+
+
+def test_six_turns_prefill_the_same_at_one_two_and_four_conversations_and_at_six_that_come_back_from_the_disk(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Four places, as the program has them unless it is told otherwise."""
+    path = write_tiny_model(tmp_path / "model.gguf", "qwen2")
+    counts: dict[int, list[list[int]]] = {}
+    for num_conversations in (1, 2, 4, 6):
+        with load(path, context_size=1024, threads=1, kv_folder=folder / str(num_conversations)) as engine:
+            replies = six_turns(lambda: engine, num_conversations)
+        counts[num_conversations] = [[prefilled(reply) for reply in of_one] for of_one in replies]
+        for of_one in replies:
+            for before, reply in pairwise(of_one):
+                assert reply.stats.prefill_reused_tokens == before.stats.context_used
+                came_back = reply.stats.restored_tokens is not None
+                assert came_back == (num_conversations > 4)
+    ((first, *alone),) = counts[1]
+    assert len(alone) == 5
+    for num_conversations, of_all in counts.items():
+        assert [of_one[1:] for of_one in of_all] == [alone] * num_conversations
+        assert of_all[0][0] == first
+        assert all(of_one[0] < first for of_one in of_all[1:])  # they share the start of the template
 
 
 def test_the_last_used_are_reloaded_and_the_order_stays(folder: Path) -> None:
@@ -570,6 +621,23 @@ def test_another_model_s_file_is_named_as_such_and_set_aside_until_that_model_go
         assert prefilled(reply) < reply.stats.prompt_tokens / 2
     remove(path_of(folder, "work"))
     assert list(folder.glob("work*")) == []
+
+
+def test_a_file_of_another_kv_type_is_named_as_such_and_used_again_with_its_own(folder: Path, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model.gguf", "llama")
+    chat, other = Chat(), Chat("other")
+    with load(path, context_size=512, threads=1, kv_folder=folder) as engine:
+        kept = chat.ask(engine, "a question").stats.context_used
+    with load(path, context_size=512, threads=1, kv_folder=folder, kv_type="q8_0") as engine:
+        assert (engine.info.kept_conversations, engine.info.kv_type) == (0, "q8_0")
+        assert engine.info.kv_bytes_per_token == 2 * 2 * 2 * (64 + 2 * 2)  # layers, K and V, heads, numbers and scales
+        chat.ask(engine, "go on")
+        assert chat.said == ["not resumed: made with another KV type, f16, and q8_0 is in use"]
+        other.ask(engine, "a question")
+    with load(path, context_size=512, threads=1, kv_folder=folder, kv_type="q8_0") as engine:
+        assert engine.info.kept_conversations == 2
+    with load(path, context_size=512, threads=1, kv_folder=folder) as engine:
+        assert chat.ask(engine, "back").stats.restored_tokens == kept
 
 
 def test_files_that_are_set_aside_count_for_the_cap(folder: Path) -> None:
