@@ -215,19 +215,22 @@ class Speculation:
             self.num_pauses += guard.drafted(saved, spent)
 
     def _count(self, guesses: Sequence[Guess], num_running: int) -> int:
-        """How many of the guesses to check: as many as promise the most tokens a second."""
+        """How many of the guesses to check: as many as promise the most tokens a second.
+
+        Each of several running generations reckons as if all guessed as much: rows of a step are dear together.
+        """
         if not guesses:
             return 0
         costs, acceptance, limit = self.costs, self._history.acceptance, len(guesses)
         best, chosen = self.MARGIN * num_running / costs.plain(num_running), 0
-        expected, chance, counted = float(num_running), 1.0, 0
-        for size in range(_size(num_running + 1), len(SIZES)):
-            count = min(SIZES[size] - num_running, limit)
+        expected, chance, counted = 1.0, 1.0, 0
+        for size in range(_size(2 * num_running), len(SIZES)):
+            count = min(SIZES[size] // num_running - 1, limit)
             for guess in guesses[counted:count]:
                 chance *= acceptance.chance(guess.kind)
                 expected += chance
             counted = count
-            rate = expected / costs.drafted(size)
+            rate = num_running * expected / costs.drafted(size)
             if rate > best:
                 best, chosen = rate, count
             if count == limit or chance < 0.02:

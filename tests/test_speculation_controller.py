@@ -37,6 +37,14 @@ def test_nothing_is_guessed_where_each_row_costs_as_much_as_a_step() -> None:
     assert count_after(b"abcd" * 30, timed(StepCosts(), lambda rows: rows)) == 0
 
 
+def test_each_of_several_guesses_less_than_one_alone_would() -> None:
+    costs = timed(StepCosts(), lambda rows: 1 + rows * 0.06)
+    ids = list(b"abcdefgh" * 4)
+    counts = [len(Speculation(History(), costs, frozenset()).draft(ids, 64 // n - 1, n)) for n in (1, 2, 4, 8)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 2 * counts[2]
+
+
 def test_nothing_is_guessed_without_a_match_or_room_or_a_plain_step_to_compare_with() -> None:
     costs = timed(StepCosts(), lambda rows: 1.0)
     assert count_after(b"abcd", costs) == 0

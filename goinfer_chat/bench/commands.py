@@ -104,6 +104,21 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         _at_least_one(repeat)
         return _traffic(settings_of(context, flags), make_engine, "chat", spec, repeat)
 
+    @app.command("clients")
+    @partial(with_settings, settings=_TRAFFIC_SETTINGS)
+    def clients_command(
+        context: typer.Context,
+        flags: Flags,
+        clients: Annotated[int, typer.Option("--clients", metavar="N", help="Conversations at once.")] = 4,
+        spec: Spec = "off",
+        repeat: Repeat = 3,
+    ) -> int:
+        """Several conversations that share the model, beside one after the other."""
+        _at_least_one(repeat)
+        if not 2 <= clients <= 32:
+            raise UsageError(f"clients must be between 2 and 32, not {clients}")
+        return _clients(settings_of(context, flags), make_engine, clients, spec, repeat)
+
     return app
 
 
@@ -224,6 +239,29 @@ def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, spec: st
     side.clear_status()
     about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "traffic": kind}
     head = [f"{info.name}, {kind}", *machine.lines(info.threads), ""]
+    return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
+
+
+def _clients(settings: Settings, make_engine: EngineFactory, clients: int, spec: str, repeat: int) -> int:
+    from goinfer_chat.bench.clients import MAX_TOKENS, lines, measure
+    from goinfer_chat.bench.machine import describe
+
+    out, side = _streams(settings)
+    modes = speculation_modes(spec)
+    machine = describe()
+    with closing(make_engine(settings, side)) as engine:
+        info = engine.info
+        rows = measure(
+            engine,
+            modes,
+            clients,
+            max_tokens=settings.max_tokens or MAX_TOKENS,
+            repeat=repeat,
+            progress=partial(_progress, side),
+        )
+    side.clear_status()
+    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "clients": clients}
+    head = [f"{info.name}, {clients} conversations", *machine.lines(info.threads), ""]
     return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
 
 

@@ -153,10 +153,10 @@ def measure(
     return rows
 
 
-def play(conversations: Conversations, ask: Ask, forget: Forget, max_tokens: int) -> list[Reply]:
-    """All replies, in order; each conversation goes on with the ids of its replies."""
+def play(conversations: Conversations, ask: Ask, forget: Forget, max_tokens: int, *, first: int = 0) -> list[Reply]:
+    """All replies, in order; each conversation goes on with the ids of its replies. `first` numbers their caches."""
     replies = []
-    for number, questions in enumerate(conversations):
+    for number, questions in enumerate(conversations, first):
         name = f"bench {number}"
         forget(name)
         messages: tuple[Message, ...] = ()
