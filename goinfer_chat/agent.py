@@ -6,13 +6,13 @@ Nothing here knows a terminal. A turn that fails leaves the conversation where i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from engine.api import Engine, Event, Finished, Message, Notice, Reply, Request, TextDelta
+from engine.api import Engine, Event, Finished, Message, NamedTool, Notice, Request, TextDelta, ToolCall
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.attachments import Attachment, with_attachments
 from goinfer_chat.conversations import DATE, Conversations
@@ -22,13 +22,18 @@ from goinfer_chat.store import (
     Fork,
     LiveConversation,
     ModelRef,
-    ReplyDraft,
     StoredMessage,
     session_folder,
 )
+from goinfer_chat.tool_events import Step, TurnEvent
 
 if TYPE_CHECKING:
+    from goinfer_chat.approval import Asker
     from goinfer_chat.engines import Engines
+    from goinfer_chat.toolbox import Toolbox
+    from tools import Journal, TakenBack
+
+Turn = Generator[Event, None, Step | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,8 @@ class Ask:
     """None: the message `after`, whatever has followed it before."""
     after: int | None = HEAD
     """The message this one follows; where that is not the last one, a branch begins."""
+    tool: str | None = None
+    """The tool that the reply must call."""
 
 
 class Agent:
@@ -50,8 +57,13 @@ class Agent:
         settings: Settings,
         conversations: Conversations | None = None,
         engines: Engines | None = None,
+        *,
+        asker: Asker | None = None,
     ) -> None:
-        """`engines`: where `engine` comes from, if another one can take its place."""
+        """`engines`: where `engine` comes from, if another one can take its place.
+
+        Raises UsageError for tools that cannot be had.
+        """
         self.engine = engine
         self.settings = settings
         self._engines = engines
@@ -59,14 +71,26 @@ class Agent:
         self.conversations = conversations or Conversations(session_folder(settings.session_dir), keep=False)
         self.attachments: list[Attachment] = []
         """What goes into the next message."""
+        self.toolbox: Toolbox | None = None
+        """The tools, once they are needed: see `open_toolbox`."""
+        self.asker = asker
+        """Who asks a person about calls; None: nobody."""
+        self.next_tool: str | None = None
+        """The tool that the next reply must call."""
+        self.runs_calls = True
+        self.schema: Mapping[str, Any] | bool | None = None
+        """What replies must be valid under; None: any text."""
         self._unanswered: Ask | None = None
-        self._read: dict[str, str | None] = {}
-        """Conversations that the engine keeps read, the one used last at the end, and under which system prompt."""
+        self._read: dict[str, tuple[str | None, tuple[str, ...]]] = {}
+        """Conversations that the engine keeps read, the one used last at the end, and under which system prompt and
+        tools."""
         self._answer_with(engine)
         if self.live is not None:
             self._enter(self.live)
             if settings.system is not None:
                 self.set_system(settings.system)
+        if settings.tools:
+            self.open_toolbox()
 
     @property
     def live(self) -> LiveConversation | None:
@@ -75,49 +99,90 @@ class Agent:
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask, cancel: threading.Event) -> Iterator[Event]:
-        """Events of the reply; with Finished it is saved, and the conversation stands at it.
+    def ask(self, ask: Ask, cancel: threading.Event) -> Iterator[TurnEvent]:
+        """Events of the turn: of a reply, and with tools of the calls and replies that follow from it.
 
-        A reply that was cancelled before its first token leaves nothing behind: a question without an answer would
-        stand beside the next one, which many chat templates refuse. Raises what Engine.generate raises, and
-        StoreError.
+        With each Finished the reply is saved, and the conversation stands at it. A reply that was cancelled before its
+        first token leaves nothing behind: a question without an answer would stand beside the next one, which many chat
+        templates refuse. Raises what Engine.generate raises, and StoreError.
         """
         live = self.live or self.conversations.begin(system=self.settings.system)
         if ask.after == HEAD:
-            ask = Ask(text=ask.text, after=live.info.head)
+            ask = replace(ask, after=live.info.head)
+        forced, self.next_tool = ask.tool or self.next_tool, None
+        toolbox = self.open_toolbox() if forced is not None else self.toolbox
+        if toolbox is not None:
+            toolbox.settings = self.settings
         self._unanswered = ask
         said = () if ask.text is None else (Message(role="user", content=ask.text),)
-        request = self._request(live, (*live.messages(self.model.identity, at=ask.after), *said), cancel)
-        events = self.engine.generate(request)  # what it refuses is not saved
-        with live.reply_to(said, after=ask.after, model=self.model) as draft:
+
+        def step(messages: Sequence[Message], after: int | None = HEAD, force: bool = False) -> Turn:
+            request = self._request(live, messages, after=after, cancel=cancel, forced=forced, force=force)
+            return self._step(live, messages, after, request)
+
+        first = step(said, ask.after, force=True)
+        if toolbox is None or not (forced or toolbox.in_use) or not self.runs_calls:
+            yield from first
+            return
+
+        from goinfer_chat.toolloop import ToolLoop
+
+        loop = ToolLoop(toolbox, self._journal(live), cancel)
+        yield from loop.run((yield from first), step, lambda results: self._keep_results(live, results))
+
+    def _step(self, live: LiveConversation, said: Sequence[Message], after: int | None, request: Request) -> Turn:
+        """One reply, and how it was kept; None where it was stopped before its first token."""
+        try:
+            events = self.engine.generate(request)
+        except GoinferError:
+            # What it refuses is not saved, but for what tools answered, because it happened.
+            if any(message.role == "tool" for message in said):
+                self._keep_results(live, said)
+            raise
+        step: Step | None = None
+        with live.reply_to(said, after=after, model=self.model) as draft:
             for event in events:
                 match event:
                     case TextDelta():
                         draft.add(event.text)
-                    case Finished():
+                    case Finished(reply=reply) if reply.finish_reason != "cancelled" or reply.ids:
                         self._now_read(live)
-                        yield from self._keep(draft, event.reply)
+                        late = draft.error
+                        stored = draft.finish(reply.as_message(), finish_reason=reply.finish_reason, stats=reply.stats)
+                        self._unanswered = None
+                        step = Step(reply=reply, key=str(stored.id))
+                        if late is not None:
+                            yield Notice(f"the reply is saved, but while it ran that failed for a time: {late}")
                     case _:
                         pass
                 yield event
+        return step
 
-    def _keep(self, draft: ReplyDraft, reply: Reply) -> Iterator[Notice]:
-        if reply.finish_reason == "cancelled" and not reply.ids:
-            return
-        late = draft.error
-        message = Message(role="assistant", content=reply.text, ids=reply.ids)
-        draft.finish(message, finish_reason=reply.finish_reason, stats=reply.stats)
-        self._unanswered = None
-        if late is not None:
-            yield Notice(f"the reply is saved, but while it ran that failed for a time: {late}")
+    def _keep_results(self, live: LiveConversation, results: Sequence[Message]) -> None:
+        """Results of tools that no reply follows."""
+        with live.reply_to(results, model=self.model):
+            pass
 
     def _request(
-        self, live: LiveConversation, messages: Sequence[Message], cancel: threading.Event | None = None
+        self,
+        live: LiveConversation,
+        said: Sequence[Message],
+        *,
+        after: int | None = HEAD,
+        cancel: threading.Event | None = None,
+        forced: str | None = None,
+        force: bool = False,
     ) -> Request:
+        """`forced`: a tool that is among those offered; with `force` the reply must call it."""
         settings = self.settings
         system = () if settings.system is None else (Message(role="system", content=settings.system),)
+        offered = self.toolbox.offered(forced) if self.toolbox is not None else []
+        named = NamedTool(name=forced) if forced is not None and force else None
         return Request(
-            messages=(*system, *messages),
+            messages=(*system, *live.messages(self.model.identity, at=after), *said),
+            tools=tuple(tool.describe() for tool in offered),
+            tool_choice=named or ("none" if self.schema is not None else "auto"),
+            json_schema=None if named else self.schema,
             sampling=settings.sampling,
             max_tokens=settings.max_tokens,
             stop=settings.stop,
@@ -154,6 +219,45 @@ class Agent:
         """The question that this text and the attachments make; they are used up by it."""
         attachments, self.attachments = self.attachments, []
         return Ask(text=with_attachments(text, attachments))
+
+    # -- tools ---------------------------------------------------------------------------------------------------------
+
+    def open_toolbox(self) -> Toolbox:
+        """The tools there are; loaded when they are first needed. Raises UsageError."""
+        if self.toolbox is None:
+            from goinfer_chat.toolbox import Choice, Toolbox
+
+            toolbox = Toolbox.open(self.settings)
+            choice = Choice.parse(self.settings.tools)
+            try:
+                toolbox.use(choice if self.settings.tools else replace(choice, on=False))
+            except UsageError:
+                toolbox.close()
+                raise
+            toolbox.approvals.asker = self.asker
+            self.toolbox = toolbox
+        return self.toolbox
+
+    def run_call(self, call: ToolCall) -> Iterator[TurnEvent]:
+        """Run a call of the last reply, and keep its result; no further reply follows."""
+        from goinfer_chat.toolloop import ToolLoop
+
+        assert self.live is not None
+        toolbox, live = self.open_toolbox(), self.live
+        loop = ToolLoop(toolbox, self._journal(live), threading.Event())
+        yield from loop.run_alone(call, str(live.info.head), lambda results: self._keep_results(live, results))
+
+    def close(self) -> None:
+        """End what tools have started. May be called again."""
+        if self.toolbox is not None:
+            self.toolbox.close()
+
+    def _journal(self, live: LiveConversation) -> Journal:
+        from tools import Journal
+
+        if self.conversations.is_kept:
+            return Journal(self.conversations.store.changes_path(live.id))
+        return self.open_toolbox().unkept_journal(live.id)
 
     # -- what to ask ---------------------------------------------------------------------------------------------------
 
@@ -210,12 +314,18 @@ class Agent:
         self._read.pop(conversation.id, None)
         return conversation.name or conversation.id, self.conversations.store.delete(conversation.id)
 
-    def undo(self, turns: int) -> list[StoredMessage]:
-        """Stand before the last question. Returns what is left behind. Raises UsageError."""
+    def undo(self, turns: int) -> tuple[list[StoredMessage], list[TakenBack]]:
+        """Stand before the last question, and take back the files that tools changed since.
+
+        Returns what is left behind, and what became of the files. Raises UsageError.
+        """
         if self.live is None:
             raise UsageError("nothing has been said yet")
         self._unanswered = None
-        return self.live.undo(turns)
+        left = self.live.undo(turns)
+        if not any(stored.message.tool_calls for stored in left):
+            return left, []
+        return left, self._journal(self.live).take_back(str(stored.id) for stored in left)
 
     def set_system(self, system: str | None) -> None:
         """The system prompt of this conversation, and of those that begin after it."""
@@ -258,7 +368,7 @@ class Agent:
         if live is None or not messages or self._is_read(live):
             return 0
         with suppress(GoinferError):  # the next turn says it
-            return max(0, self.engine.count_tokens(self._request(live, messages)) - self._set_aside(live))
+            return max(0, self.engine.count_tokens(self._request(live, ())) - self._set_aside(live))
         return 0
 
     def _set_aside(self, live: LiveConversation) -> int:
@@ -272,12 +382,15 @@ class Agent:
 
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)
-        self._read[live.id] = self.settings.system
+        self._read[live.id] = self._under()
         while len(self._read) > self.settings.kv_sessions and not self._has_files:
             del self._read[next(iter(self._read))]
 
     def _is_read(self, live: LiveConversation) -> bool:
-        return live.id in self._read and self._read[live.id] == self.settings.system
+        return live.id in self._read and self._read[live.id] == self._under()
+
+    def _under(self) -> tuple[str | None, tuple[str, ...]]:
+        return self.settings.system, self.toolbox.in_use if self.toolbox is not None else ()
 
     def _enter(self, live: LiveConversation) -> None:
         self.settings = self.settings.changed({"system": live.info.system})
@@ -291,7 +404,7 @@ class Agent:
         if not self._has_files or not self.conversations.is_kept:
             return
         if info.model == self.model and self.conversations.store.kv_bytes(live.id):
-            self._read.setdefault(live.id, info.system)
+            self._read.setdefault(live.id, (info.system, self._under()[1]))
 
     def _copied(self, was: LiveConversation | None) -> None:
         """The engine knows what begins alike."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from contextlib import closing
+from typing import TYPE_CHECKING, Final
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
@@ -20,9 +21,11 @@ from goinfer_chat.shell import how_it_ended, run_shell_captured
 from goinfer_chat.terminal import Stream
 from goinfer_chat.turn import play_turn
 
-INTERRUPTED: Final = 130
 COLUMNS: Final = 100
 """The lines of lists, which nobody may be looking at."""
+
+if TYPE_CHECKING:
+    from goinfer_chat.approval import Asker
 
 
 def run_items(
@@ -31,6 +34,9 @@ def run_items(
     settings: Settings,
     side: Stream,
     make_view: Callable[[], View],
+    *,
+    asker: Asker | None = None,
+    prepare: Callable[[Agent], None] | None = None,
 ) -> int:
     """Each turn in order, until the end, /quit, an error, which is raised, or Ctrl-C. Returns the exit code.
 
@@ -42,10 +48,12 @@ def run_items(
     with (
         Conversations.start(settings, at_prompt=False) as conversations,
         make_engines(conversations) as engines,
+        closing(Agent(engines.current, settings, conversations, engines, asker=asker)) as agent,
     ):
-        agent = Agent(engines.current, settings, conversations, engines)
+        if prepare is not None:
+            prepare(agent)
         say = Stream(None) if settings.quiet else side
-        for notice in agent.engine.info.notices:
+        for notice in (*agent.engine.info.notices, *(agent.toolbox.notices if agent.toolbox else ())):
             say.line(notice, dim=True)
         if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)
@@ -66,8 +74,8 @@ def run_items(
                 if outcome.quit:
                     return 0
                 ask = outcome.ask
-            if ask is not None and play_turn(agent, ask, make_view()).finish_reason == "cancelled":
-                return INTERRUPTED
+            if ask is not None and (code := play_turn(agent, ask, make_view()).exit_code):
+                return code
             item = next(items, None)
     return 0
 

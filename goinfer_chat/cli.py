@@ -17,13 +17,12 @@ import typer
 
 from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
-from goinfer_chat.batch import INTERRUPTED
 from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
-from goinfer_chat.turn import turn_is_running
+from goinfer_chat.turn import INTERRUPTED, turn_is_running
 from goinfer_chat.values import parse_bool
 
 Flags = dict[str, Any]
@@ -114,9 +113,46 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         context: typer.Context,
         flags: Flags,
         question: Annotated[str | None, typer.Argument(help="What to ask; - reads all of standard input.")] = None,
+        tool: Annotated[str | None, typer.Option(metavar="TOOL", help="Make a call of this tool and print it.")] = None,
+        execute: Annotated[bool, typer.Option("--execute", help="Run the call of --tool too.")] = False,
+        schema: Annotated[
+            str | None, typer.Option(metavar="FILE", help="The reply is JSON that is valid under this schema.")
+        ] = None,
     ) -> int:
         """Answer one question, or the turns of standard input, and end."""
-        return run(resolve(given_flags(context, flags), os.environ), make_engine, question)
+        settings = resolve(given_flags(context, flags), os.environ)
+        if tool is None and execute:
+            raise UsageError("--execute runs the call of --tool; give both")
+        if tool is not None and schema is not None:
+            raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give one of them")
+        if tool is None and schema is None:
+            return run(settings, make_engine, question)
+        from goinfer_chat.tool_modes import run_forced, run_with_schema
+
+        if schema is not None:
+            return run_with_schema(settings, make_engine, question, schema)
+        assert tool is not None
+        return run_forced(settings, make_engine, question, tool, execute)
+
+    @app.command("agent", epilog=EPILOG)
+    @with_settings
+    def agent_command(
+        context: typer.Context,
+        flags: Flags,
+        task: Annotated[str | None, typer.Argument(help="What to do; - reads all of standard input.")] = None,
+    ) -> int:
+        """Work on a task in this folder with tools, until it is done."""
+        from goinfer_chat.tool_modes import run_agent
+
+        return run_agent(resolve(given_flags(context, flags), os.environ), make_engine, task)
+
+    @app.command("tools", epilog=EPILOG)
+    @with_settings
+    def tools_command(context: typer.Context, flags: Flags) -> int:
+        """List the tools a model may call, with their risk and their arguments."""
+        from goinfer_chat.tool_modes import show_tools
+
+        return show_tools(resolve(given_flags(context, flags), os.environ))
 
     @app.command("models")
     def models_command() -> int:

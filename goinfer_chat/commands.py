@@ -12,6 +12,7 @@ from goinfer_chat.message_commands import MESSAGE_COMMANDS
 from goinfer_chat.model_commands import MODEL_COMMANDS
 from goinfer_chat.registry import Command, Outcome, Registry
 from goinfer_chat.setting_commands import setting_commands
+from goinfer_chat.tool_commands import TOOL_COMMANDS
 from goinfer_chat.view_commands import VIEW_COMMANDS
 
 
@@ -71,6 +72,7 @@ def build_registry() -> Registry:
             Command(name="quit", help="End the program; so does Ctrl-D.", run=_quit, aliases=("exit",)),
             *CONVERSATION_COMMANDS,
             *MESSAGE_COMMANDS,
+            *TOOL_COMMANDS,
             *VIEW_COMMANDS,
             *MODEL_COMMANDS,
             *setting_commands(),

@@ -13,6 +13,7 @@ from goinfer_chat.listing import HEADINGS, SHORT, cells_of, columns, counted, ex
 from goinfer_chat.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
 from goinfer_chat.values import parse_int
+from tools import TakenBack
 
 LIST_LENGTH: Final = 20
 NUM_RECENT: Final = 3
@@ -124,10 +125,18 @@ def _delete(agent: Agent, argument: str) -> Outcome:
 
 
 def _undo(agent: Agent, argument: str) -> Outcome:
-    left = agent.undo(parse_int(argument) if argument else 1)
+    left, files = agent.undo(parse_int(argument) if argument else 1)
     assert agent.live is not None
     remaining = counted(len(agent.live.path()), "message")
-    return Outcome(f"Back before: {excerpt(left[0].message.content, 1)}\nThe conversation has {remaining}.")
+    lines = [f"Back before: {excerpt(left[0].message.content, 1)}", f"The conversation has {remaining}."]
+    return Outcome("\n".join([*lines, *undone_lines(files)]))
+
+
+def undone_lines(files: Sequence[TakenBack]) -> list[str]:
+    """What became of the files that tools had changed."""
+    back = [file.path for file in files if file.problem is None]
+    lines = [f"Taken back: {', '.join(back)}"] if back else []
+    return lines + [f"Not taken back: {file.path}: {file.problem}" for file in files if file.problem is not None]
 
 
 def _retry(agent: Agent, _argument: str) -> Outcome:

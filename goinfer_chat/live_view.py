@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from engine.api import (
-    Event,
     Finished,
     ModelInfo,
     Notice,
@@ -30,6 +29,16 @@ from goinfer_chat.render import PROGRESS_AFTER_SECONDS, closing_line
 from goinfer_chat.settings import PanelSize
 from goinfer_chat.terminal import Stream, sanitize
 from goinfer_chat.themes import Theme
+from goinfer_chat.tool_events import (
+    ApprovalAsked,
+    RepeatAsked,
+    StepEnded,
+    ToolEnded,
+    ToolStarted,
+    TurnEnded,
+    TurnEvent,
+)
+from goinfer_chat.tool_lines import end_line, ended_line, started_line, step_line
 
 FRAME_SECONDS: Final = 1 / 15
 DRAWING_SHARE: Final = 0.05
@@ -64,9 +73,9 @@ class LiveView:
         self._next_frame = 0.0
         self._ended = False
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TurnEvent) -> None:
         now = self._clock()
-        self._ended = isinstance(event, Finished)
+        self._ended = isinstance(event, Finished | TurnEnded)
         figures = self._figures
         match event:
             case PrefillProgress():
@@ -89,6 +98,22 @@ class LiveView:
                 self.tool(event.call.id, event.call.name, "waits")
             case Notice() if not self._quiet:
                 self._say(event.text)
+            case ToolStarted(call=call):
+                self.tool(call.id, call.name, "runs")
+                self._say_unless_quiet(started_line(event))
+            case ToolEnded(call=call, result=result):
+                self.tool(call.id, call.name, result.status)
+                self._say_unless_quiet(ended_line(event))
+            case StepEnded():
+                self._say_unless_quiet(step_line(event))
+            case TurnEnded():
+                self._say_unless_quiet(end_line(event))
+                self._region.close()
+                return
+            case ApprovalAsked() | RepeatAsked():
+                self._ended = True  # the terminal belongs to the question
+                self.pause()
+                return
             case Finished():
                 self._finish(event.reply)
                 return
@@ -134,6 +159,10 @@ class LiveView:
         """A line of its own, above what is live."""
         clean = sanitize(text, terminal=True)
         self._region.show([row.line for row in wrap([Run(clean, DIM)], self._region.columns)], ())
+
+    def _say_unless_quiet(self, text: str | None) -> None:
+        if text is not None and not self._quiet:
+            self._say(text)
 
     def _finish(self, reply: Reply) -> None:
         self._end_round()

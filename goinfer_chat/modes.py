@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Protocol, get_args
@@ -38,6 +39,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     if not sys.stdin.isatty() or not (replies.terminal or side.terminal):
         return _run(read_script(sys.stdin.buffer), settings, make_engine, replies, side)
 
+    from goinfer_chat.approval_prompt import PersonAsker
     from goinfer_chat.repl import run_repl
 
     # With standard output in a file the conversation still needs a terminal, and the file gets the replies alone.
@@ -46,8 +48,8 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
         quiet_terminal(sys.stdin) as terminal,
         Conversations.start(settings, at_prompt=True) as conversations,
         engines_of(make_engine, settings, screen, conversations) as engines,
+        closing(Agent(engines.current, settings, conversations, engines, asker=PersonAsker(screen, terminal))) as agent,
     ):
-        agent = Agent(engines.current, settings, conversations, engines)
         views = PromptViews(agent, replies, screen)
         try:
             return run_repl(agent, terminal, screen, views)
@@ -58,23 +60,27 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
 def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int:
     """One question; `-` is all of standard input, and None the script there. Returns the exit code."""
     replies, side = Stream(sys.stdout), Stream(sys.stderr)
-    if text == "-":
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
-        items: Iterator[Item] = question(text) if text.strip() else iter(())
-    elif text is not None:
-        items = question(true_text(text))
-    elif sys.stdin.isatty():
+    if text is None and sys.stdin.isatty():
         raise UsageError("run needs a question; without one, goinfer-chat opens a prompt")
-    else:
-        items = read_script(sys.stdin.buffer)
+    if text is None:
+        return _run(read_script(sys.stdin.buffer), settings, make_engine, replies, side)
+    asked = text_of(text) or ""
+    items: Iterator[Item] = question(asked) if text != "-" or asked.strip() else iter(())
     return _run(items, settings, make_engine, replies, side)
+
+
+def text_of(text: str | None) -> str | None:
+    """What was asked on the command line: `-`, or nothing where no terminal is, stands for all of standard input."""
+    if text == "-" or (text is None and not sys.stdin.isatty()):
+        return sys.stdin.buffer.read().decode("utf-8", "replace")
+    return None if text is None else true_text(text)
 
 
 def _run(items: Iterator[Item], settings: Settings, make_engine: EngineFactory, replies: Stream, side: Stream) -> int:
     def engines(conversations: Conversations) -> Engines:
         return engines_of(make_engine, settings, side, conversations)
 
-    return run_items(items, engines, settings, side, partial(_view, settings, replies, side))
+    return run_items(items, engines, settings, side, partial(view_for, settings, replies, side))
 
 
 def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, conversations: Conversations) -> Engines:
@@ -86,9 +92,9 @@ def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, con
     )
 
 
-def _view(settings: Settings, replies: Stream, side: Stream) -> View:
+def view_for(settings: Settings, replies: Stream, side: Stream) -> View:
     if settings.json:
-        return JsonView(replies, side, ids=settings.ids, quiet=settings.quiet)
+        return JsonView(replies, side, ids=settings.ids, quiet=settings.quiet, tools=bool(settings.tools))
     return TextView(replies, side, quiet=settings.quiet, progress=not settings.plain)
 
 
@@ -106,7 +112,7 @@ class PromptViews:
         settings, screen = self._agent.settings, self._screen
         self.keep()
         if settings.json or settings.plain or self._replies is not screen or not screen.moves:
-            return _view(settings, self._replies, screen)
+            return view_for(settings, self._replies, screen)
 
         from goinfer_chat.live_view import LiveView
         from goinfer_chat.themes import theme_for

@@ -10,19 +10,22 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from engine.api import Event, Finished, ModelInfo, Notice, PrefillProgress, Reply, TextDelta, TurnStats
+from engine.api import Finished, ModelInfo, Notice, PrefillProgress, Reply, TextDelta, ToolCall, TurnStats
 from engine.errors import ContextExceededError, GoinferError
 from goinfer_chat.terminal import Stream
+from goinfer_chat.tool_events import EXIT_CODES, StepEnded, ToolEnded, ToolStarted, TurnEnded, TurnEvent
+from goinfer_chat.tool_lines import end_line, ended_line, started_line, step_line
 
 PROGRESS_AFTER_SECONDS: Final = 0.5
 """A prefill that is done sooner needs no progress line: it would only flicker."""
 
 
 class View(Protocol):
-    def event(self, event: Event) -> None: ...
+    def event(self, event: TurnEvent) -> None: ...
 
     def tick(self) -> None: ...
 
@@ -57,7 +60,7 @@ class TextView:
         self._prefill: PrefillProgress | None = None
         self._replying = False
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TurnEvent) -> None:
         match event:
             case PrefillProgress():
                 self._prefill = event
@@ -70,6 +73,8 @@ class TextView:
                 self._side.line(event.text, dim=True)
             case Finished():
                 self._finish(event.reply)
+            case ToolStarted() | ToolEnded() | StepEnded() | TurnEnded() if not self._quiet:
+                self._tool(event)
             case _:
                 pass
 
@@ -85,26 +90,67 @@ class TextView:
         self._side.clear_status()
         self._replies.end_line()
 
+    def _tool(self, event: ToolStarted | ToolEnded | StepEnded | TurnEnded) -> None:
+        self.close()
+        match event:
+            case ToolStarted():
+                line: str | None = started_line(event)
+            case ToolEnded():
+                line = ended_line(event)
+            case StepEnded():
+                line = step_line(event)
+            case TurnEnded():
+                line = end_line(event)
+        if line is not None:
+            self._side.line(line, dim=True)
+
     def _finish(self, reply: Reply) -> None:
         self.close()
+        self._started, self._prefill, self._replying = self._clock(), None, False  # another reply may follow
         if not self._quiet:
             self._side.line(closing_line(reply), dim=True)
 
 
 class JsonView:
-    """One line of JSON on the reply stream when the turn is finished; progress and notices on the other."""
+    """Lines of JSON on the reply stream; progress and notices on the other.
 
-    def __init__(self, replies: Stream, side: Stream, *, ids: bool = False, quiet: bool = False) -> None:
+    One object for a reply, when it is finished. In a turn with tools each object says which `event` it is.
+    """
+
+    def __init__(
+        self, replies: Stream, side: Stream, *, ids: bool = False, quiet: bool = False, tools: bool = False
+    ) -> None:
         self._replies = replies
         self._progress = TextView(Stream(None), side, quiet=quiet)
         self._ids = ids
+        self._tools = tools
 
-    def event(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self._progress.close()
-            self._replies.write(to_json(reply_object(event.reply, ids=self._ids)))
-        else:
-            self._progress.event(event)
+    def event(self, event: TurnEvent) -> None:
+        match event:
+            case Finished(reply=reply):
+                self._progress.close()
+                self._replies.write(to_json(self._reply(reply)))
+            case ToolStarted(call=call, arguments=arguments):
+                self._write("call", id=call.id, name=call.name, arguments=dict(arguments))
+            case ToolEnded(call=call, result=result, seconds=seconds):
+                about = {"id": call.id, "name": call.name, "status": result.status, "text": result.text}
+                self._write("result", **about, seconds=round(seconds, 3))
+            case TurnEnded(how=how, cost=cost):
+                self._write("end", how=how, exit_code=EXIT_CODES[how], **asdict(cost))
+            case StepEnded():
+                pass
+            case _:
+                self._progress.event(event)
+
+    def _reply(self, reply: Reply) -> dict[str, Any]:
+        shown = reply_object(reply, ids=self._ids)
+        if not (self._tools or reply.tool_calls):
+            return shown
+        return {"event": "reply", **shown, "tool_calls": [call_object(call) for call in reply.tool_calls]}
+
+    def _write(self, kind: str, **values: Any) -> None:
+        self._progress.close()
+        self._replies.write(to_json({"event": kind, **values}))
 
     def tick(self) -> None:
         self._progress.tick()
@@ -121,6 +167,14 @@ def closing_line(reply: Reply) -> str:
     if reply.finish_reason == "cancelled" and not reply.ids:
         return "stopped before the reply began; the message was not kept"
     return stats_line(reply)
+
+
+def call_object(call: ToolCall) -> dict[str, Any]:
+    """A call as --json shows it: the arguments as an object, or as text where they are none."""
+    arguments: Any = call.arguments
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(call.arguments or "{}")
+    return {"id": call.id, "name": call.name, "arguments": arguments}
 
 
 def prefill_line(progress: PrefillProgress) -> str:

@@ -58,6 +58,17 @@ class Settings:
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    """`on`, `off`, names of tools, Python files that make some."""
+    root: str | None = None
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    yes: bool = False
+    max_steps: int = 25
+    token_budget: int | None = None
+    tool_timeout: float = 120.0
+    tool_env: tuple[str, ...] = ()
+    test_command: str | None = None
     json: bool = False
     ids: bool = False
     quiet: bool = False
@@ -80,7 +91,13 @@ class Settings:
             raise UsageError(f"unknown backend {self.backend!r}; there is: {', '.join(BACKENDS)}")
         if not self.model:
             raise UsageError("the name of the model is empty")
-        for flag, value in (("ctx", self.context_size), ("threads", self.threads), ("max-tokens", self.max_tokens)):
+        for flag, value in (
+            ("ctx", self.context_size),
+            ("threads", self.threads),
+            ("max-tokens", self.max_tokens),
+            ("max-steps", self.max_steps),
+            ("token-budget", self.token_budget),
+        ):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
         for flag, value in (("history", self.history), ("think-tokens", self.think_tokens)):
@@ -98,6 +115,8 @@ class Settings:
             raise UsageError(f"unknown panel {self.panel!r}; there is: {', '.join(get_args(PanelSize))}")
         if self.continue_last + self.ephemeral + (self.resume is not None) + (self.save is not None) > 1:
             raise UsageError("only one of --continue, --resume, --save and --ephemeral can be obeyed")
+        if not 0 < self.tool_timeout < 1e6:
+            raise UsageError(f"tool-timeout must be more than 0 seconds, not {self.tool_timeout:g}")
         if not all(self.stop):
             raise UsageError("a stop string must not be empty")
         if self.ids and not self.json:
@@ -155,6 +174,10 @@ def _sampling(
     return Setting(
         flag=flag, parse=parse, help=help, argument=argument, repeatable=repeatable, in_chat=True, topic="sampling"
     )
+
+
+def _texts(flag: str, help: str, argument: str) -> Setting:
+    return Setting(flag=flag, parse=parse_stop, help=help, argument=argument, repeatable=True, topic="tools")
 
 
 def _switch(flag: str, help: str, topic: str = "output", in_chat: bool = False) -> Setting:
@@ -286,6 +309,55 @@ SETTINGS: Final = (
         help="Tokens of reasoning at most; none sets no limit.",
         in_chat=True,
         topic="thinking",
+    ),
+    _texts("tools", "Tools the model may use: on, a name, or a FILE.py that makes some; may be repeated.", "TOOLS"),
+    Setting(
+        flag="root",
+        parse=str,
+        help="The folder that tools work in; the present one if left out.",
+        argument="DIR",
+        topic="tools",
+        in_file=False,
+    ),
+    _texts("allow", "Let these calls run without a question; may be repeated.", "RULE"),
+    _texts("deny", "Never let these calls run; may be repeated.", "RULE"),
+    Setting(
+        flag="yes",
+        parse=parse_bool,
+        help="Let every call run that is not denied.",
+        switch=True,
+        topic="tools",
+        in_file=False,
+    ),
+    Setting(
+        flag="max-steps",
+        parse=parse_int,
+        help="Requests to the model in one turn with tools.",
+        in_chat=True,
+        topic="tools",
+    ),
+    Setting(
+        flag="token-budget",
+        parse=optional(parse_int),
+        help="Tokens read and written in one turn with tools; none sets no limit.",
+        in_chat=True,
+        topic="tools",
+    ),
+    Setting(
+        flag="tool-timeout",
+        parse=parse_float,
+        help="Seconds a call may take.",
+        argument="X",
+        in_chat=True,
+        topic="tools",
+    ),
+    _texts("tool-env", "A variable that programs started by tools get too; may be repeated.", "NAME"),
+    Setting(
+        flag="test-command",
+        parse=true_text,
+        help="How run_tests runs the tests; found from the files of the project if left out.",
+        argument="COMMAND",
+        topic="tools",
     ),
     _words("keys", get_args(Keys), "How the prompt is edited.", topic="prompt"),
     _switch("toolbar", "Show the row below the prompt.", topic="prompt", in_chat=True),

@@ -8,27 +8,39 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
-from engine.api import Event, Finished, Reply
+from engine.api import Finished, Reply
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.render import View
+from goinfer_chat.tool_events import EXIT_CODES, Answer, ApprovalAsked, RepeatAsked, TurnEnded, TurnEvent
 
+INTERRUPTED: Final = 130
 ENGINE_THREAD: Final = "engine"
 TICK_SECONDS: Final = 1 / 15
 PATIENCE_SECONDS: Final = 2.0
 """How long an engine may take to stop before another Ctrl-C ends the program."""
 
 
-def play_turn(agent: Agent, ask: Ask, view: View) -> Reply:
-    """Show the reply. Ctrl-C stops it and keeps what was said: see `finish_reason`.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A turn that was shown: its last reply, and the exit code of a program that ends with it."""
+
+    reply: Reply
+    exit_code: int
+
+
+def play_turn(agent: Agent, ask: Ask, view: View) -> Played:
+    """Show a turn. Ctrl-C stops it and keeps what was said: see `finish_reason`.
 
     Raises what Agent.ask raises; KeyboardInterrupt when Ctrl-C comes again PATIENCE_SECONDS after the first and
     the engine still has not stopped; OutputError when a stream cannot be written to.
     """
     cancel = threading.Event()
     reply: Reply | None = None
+    code = None
     try:
         with (
             stopping_on_interrupt(cancel),
@@ -41,22 +53,41 @@ def play_turn(agent: Agent, ask: Ask, view: View) -> Reply:
                     suspended()
                 if event is None:
                     view.tick()
-                else:
-                    view.event(event)
-                if isinstance(event, Finished):
-                    reply = event.reply
+                    continue
+                view.event(event)
+                match event:
+                    case Finished():
+                        reply = event.reply
+                    case TurnEnded():
+                        code = EXIT_CODES[event.how]
+                    case ApprovalAsked() | RepeatAsked():
+                        _put_question(agent, event, cancel)
+                    case _:
+                        pass
     finally:
         view.close()
     assert reply is not None, "an engine ends with Finished or raises"
-    return reply
+    if code is None:
+        code = INTERRUPTED if reply.finish_reason == "cancelled" else 0
+    return Played(reply, code)
 
 
-def events_of(agent: Agent, ask: Ask, cancel: threading.Event) -> Generator[Event | None]:
+def _put_question(agent: Agent, event: ApprovalAsked | RepeatAsked, cancel: threading.Event) -> None:
+    """Here, where the terminal is; after Ctrl-C there is no question any more."""
+    answer = Answer(allowed=False, stop=True)
+    if agent.asker is not None and not cancel.is_set():
+        answer = agent.asker(event)
+    if answer.stop:
+        cancel.set()
+    event.question.answer(answer)
+
+
+def events_of(agent: Agent, ask: Ask, cancel: threading.Event) -> Generator[TurnEvent | None]:
     """The events of a turn that runs in a thread of its own; None whenever TICK_SECONDS pass without one.
 
     Left early, it cancels the turn and waits for the thread, though not longer than PATIENCE_SECONDS.
     """
-    items: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+    items: queue.SimpleQueue[TurnEvent | BaseException | None] = queue.SimpleQueue()
 
     def work() -> None:
         try:

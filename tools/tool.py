@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import json
@@ -153,6 +152,8 @@ def _make(
         given = shape.convert(arguments) | dict.fromkeys(contexts, context)
         value = function(**given)
         if inspect.iscoroutine(value):
+            import asyncio
+
             value = asyncio.run(value)
         return result_of(value)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
-from referencing import Registry
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from tools.errors import ToolError, ToolSetupError
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
 
 MAX_PROBLEMS: Final = 3
 _SHOWN: Final = 200
@@ -19,6 +18,9 @@ _SHOWN: Final = 200
 
 def check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Raises ToolSetupError for what is no JSON schema."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
@@ -48,6 +50,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Raises ToolError that names what does not satisfy the schema."""
+    from jsonschema.exceptions import best_match
+
     try:
         errors = list(_validator(schema).iter_errors(arguments))
     except RecursionError:
@@ -67,6 +71,9 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
 
 
 def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
     # An empty registry: a $ref to an address must fail, not be fetched.
     return Draft202012Validator(schema, registry=Registry())
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 DRAFT_SECONDS: Final = 1.0
 """How much of a running reply a crash may cost."""
+CHANGES_SUFFIX: Final = ".changes"
 _SNIPPET_BEFORE: Final = 30
 _SNIPPET: Final = 100
 
@@ -273,6 +274,10 @@ class Store:
     def kv_path(self, id: str) -> Path:
         """Where the KV cache of a conversation is, or would be, kept."""
         return files.path_of(self.folder, id, SUFFIX)
+
+    def changes_path(self, id: str) -> Path:
+        """The folder of what files held before tools changed them in this conversation, where there is one."""
+        return files.path_of(self.folder, id, CHANGES_SUFFIX)
 
     def kv_bytes(self, id: str) -> int:
         """Bytes of that file; 0 when there is none."""

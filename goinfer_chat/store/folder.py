@@ -3,6 +3,7 @@
     conversations.db        the words (with -wal and -shm while it is open)
     typed.jsonl             what was typed at the prompt (typed.py)
     ID.giw-kv               the KV cache of one conversation
+    ID.changes/             what files held before its tools changed them
     ID.lock                 held by the process that goes on with that conversation
 
 All of it is its owner's alone. The name of a file comes from an id that was drawn, never from what a person typed.
@@ -14,6 +15,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -145,7 +147,11 @@ def remove_files(folder: Path, id: str) -> None:
     lock = path_of(folder, id, LOCK_SUFFIX)
     with explained(folder):
         for path in folder.iterdir():
-            if path.name.startswith(f"{id}.") and path != lock:
+            if not path.name.startswith(f"{id}.") or path == lock:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
                 path.unlink(missing_ok=True)
 
 
