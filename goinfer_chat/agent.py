@@ -127,7 +127,7 @@ class Agent:
 
         from goinfer_chat.toolloop import ToolLoop
 
-        loop = ToolLoop(toolbox, self._journal(live), cancel)
+        loop = ToolLoop(toolbox, self._journal(live), cancel, forced=forced)
         yield from loop.run((yield from first), step, lambda results: self._keep_results(live, results))
 
     def _step(self, live: LiveConversation, said: Sequence[Message], after: int | None, request: Request) -> Turn:
@@ -244,7 +244,7 @@ class Agent:
 
         assert self.live is not None
         toolbox, live = self.open_toolbox(), self.live
-        loop = ToolLoop(toolbox, self._journal(live), threading.Event())
+        loop = ToolLoop(toolbox, self._journal(live), threading.Event(), forced=call.name)
         yield from loop.run_alone(call, str(live.info.head), lambda results: self._keep_results(live, results))
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ from goinfer_chat.values import did_you_mean, shown
 
 VARIABLE: Final = "GOINFER_CHAT_CONFIG"
 PROFILES: Final = "profile"
+SERVERS: Final = "mcp"
+"""Tables `[mcp.NAME]`: servers whose tools a model may call."""
 _SECRETS: Final = ("key", "token", "secret", "password")
 
 
@@ -52,7 +54,7 @@ def read_settings_file(chosen: str | None, profile: str | None) -> dict[str, Any
         return {}
     assert path is not None
     where = true_text(str(path))
-    values = _values(where, {key: value for key, value in tables.items() if key != PROFILES})
+    values = _values(where, {key: value for key, value in tables.items() if key not in (PROFILES, SERVERS)})
     profiles = tables.get(PROFILES, {})
     if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
         raise UsageError(f"{where}: a profile is a table: [profile.NAME]")
@@ -63,6 +65,17 @@ def read_settings_file(chosen: str | None, profile: str | None) -> dict[str, Any
         there = f"there is: {', '.join(by_profile)}" if by_profile else "it has none"
         raise UsageError(f"{where} has no profile {profile!r}{did_you_mean(profile, list(by_profile)) or '; ' + there}")
     return values | by_profile[profile]
+
+
+def read_servers(chosen: str | None) -> tuple[dict[str, Any], str]:
+    """The tables of MCP servers by name, and what the file is called. Raises UsageError."""
+    path = settings_path(chosen)
+    tables = read_tables(path, must_be_there=False) if path is not None else None
+    servers = (tables or {}).get(SERVERS, {})
+    where = true_text(str(path))
+    if not isinstance(servers, dict):
+        raise UsageError(f"{where}: a server is a table: [mcp.NAME]")
+    return servers, where
 
 
 def read_tables(path: Path, *, must_be_there: bool) -> dict[str, Any] | None:
@@ -136,6 +149,9 @@ def template() -> str:
         for setting in settings:
             lines += [f"# {setting.help}", f"# {setting.flag} = {_default(setting)}"]
     lines += ["", "# goinfer-chat --profile work takes these before those above.", "# [profile.work]", "# top-k = 20"]
+    lines += ["", "# An MCP server: a command that starts it, or its url; $NAME is a variable of the environment."]
+    lines += ["# [mcp.files]", '# command = ["some-server", "--option"]', '# env = { API_KEY = "$API_KEY" }']
+    lines += ['# reads = ["look"]  # tools of it that only read; about the others you are asked']
     return "\n".join(lines) + "\n"
 
 

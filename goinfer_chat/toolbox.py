@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from engine.errors import UsageError
 from goinfer_chat.approval import Approvals
 from goinfer_chat.approval_rules import KeptRules, Rule, check_rules
 from goinfer_chat.settings import Settings
+from goinfer_chat.settings_file import read_servers
 from tools import Journal, Registry, Root, Tool, ToolContext, ToolError, ToolSetupError
 from tools.environment import safe_environment
 from tools.loading import load_entry_points, load_file
@@ -66,8 +67,9 @@ class Toolbox:
     _temporary: Path | None = None
 
     @classmethod
-    def open(cls, settings: Settings, servers: Sequence[McpServer] = ()) -> Toolbox:
+    def open(cls, settings: Settings) -> Toolbox:
         """Load all tools there are. Raises UsageError for a file, a server or a rule that cannot be used."""
+        servers = servers_of(*read_servers(settings.config))
         with ExitStack() as undo:
             try:
                 registry = Registry.built_in()

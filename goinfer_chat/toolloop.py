@@ -35,12 +35,16 @@ KeepResults = Callable[[Sequence[Message]], None]
 class ToolLoop:
     """One turn. `how` and `cost` say, during and after it, what became of it."""
 
-    def __init__(self, toolbox: Toolbox, journal: Journal, cancel: threading.Event) -> None:
+    def __init__(
+        self, toolbox: Toolbox, journal: Journal, cancel: threading.Event, *, forced: str | None = None
+    ) -> None:
+        """`forced`: a tool that may be called besides those in use."""
         self.how: How = "answered"
         self.cost = Cost()
         self._toolbox = toolbox
         self._journal = journal
         self._cancel = cancel
+        self._offered = frozenset((*toolbox.in_use, *([forced] if forced else [])))
         self._settings = toolbox.settings
         self._seen: dict[tuple[str, str, str], int] = {}
         self._denied = False
@@ -104,7 +108,7 @@ class ToolLoop:
                 results[index] = ToolResult("cancelled", "the turn was stopped before this call began")
             elif isinstance(checked, ToolResult):
                 results[index] = checked
-            elif checked.tool.name not in {tool.name for tool in self._toolbox.offered(call.name)}:
+            elif checked.tool.name not in self._offered:
                 results[index] = ToolResult("error", f"{call.name} may not be used here")
             elif checked.tool.risk == "reads" and not self._is_denied(checked):
                 waiting.append((index, checked))

@@ -25,6 +25,8 @@ from engine.api import (
     Reply,
     Request,
     TextDelta,
+    ToolCall,
+    ToolCallReady,
     TurnStats,
 )
 from engine.errors import ContextExceededError, EngineError, TemplateError
@@ -37,6 +39,8 @@ class ScriptedTurn:
     """What the engine does when it is asked: an error, or a prefill of some chunks and then the pieces."""
 
     pieces: Sequence[str] = ()
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Tool calls behind the pieces: `name`, and `arguments` as JSON text or as an object. Each counts as one piece."""
     delay: float = 0.0
     """Seconds before each piece."""
     prefill_chunks: int = 1
@@ -142,8 +146,20 @@ class ScriptedEngine:
             yield TextDelta(piece)
             if turn.guesses:
                 yield Progress(self._stats(request, turn, played, reused, (first - submitted) * 1000))
+        calls: list[ToolCall] = []
+        for call in turn.calls if reason == "stop" else ():
+            time.sleep(turn.delay)
+            if request.cancel.is_set() or played == request.max_tokens:
+                reason = "cancelled" if request.cancel.is_set() else "length"
+                break
+            first = first or time.monotonic()
+            played += 1
+            calls.append(_call(call, f"call-{len(self.requests)}-{len(calls)}"))
+            yield ToolCallReady(calls[-1])
+        if reason == "stop" and calls:
+            reason = "tool_calls"
         self._cached = total + played
-        yield self._finished(request, turn, played, reused, reason, first and (first - submitted) * 1000)
+        yield self._finished(request, turn, played, reused, reason, first and (first - submitted) * 1000, calls)
 
     def _finished(
         self,
@@ -153,11 +169,21 @@ class ScriptedEngine:
         reused: int,
         reason: FinishReason,
         ttft_ms: float | None,
+        calls: Sequence[ToolCall] = (),
     ) -> Finished:
         stats = self._stats(request, turn, played, reused, ttft_ms)
         text = "".join(turn.pieces[:played])
         ids, prompt_ids = tuple(range(played)), tuple(range(stats.prompt_tokens))
-        return Finished(Reply(text=text, ids=ids, prompt_ids=prompt_ids, finish_reason=reason, stats=stats))
+        return Finished(
+            Reply(
+                text=text,
+                ids=ids,
+                prompt_ids=prompt_ids,
+                finish_reason=reason,
+                stats=stats,
+                tool_calls=tuple(calls),
+            )
+        )
 
     def _stats(
         self, request: Request, turn: ScriptedTurn, played: int, reused: int, ttft_ms: float | None
@@ -189,3 +215,12 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _call(call: Mapping[str, Any], id: str) -> ToolCall:
+    arguments = call.get("arguments", {})
+    return ToolCall(
+        id=call.get("id", id),
+        name=call["name"],
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
+    )

@@ -234,9 +234,8 @@ def write_file(
         found = current(place)
         data = written(found, content)
         _change(place, context, found, data)
-        num_lines = len(data.splitlines())
-        lines = f"{num_lines:,} line{'s' if num_lines != 1 else ''}"
-        return f"{place.path}: {'replaced' if found else 'made'}, {lines}, {len(data):,} bytes"
+        size = f"{_counted(len(data.splitlines()), 'line')}, {_counted(len(data), 'byte')}"
+        return f"{place.path}: {'replaced' if found else 'made'}, {size}"
 
 
 def written(found: Content | None, content: str) -> bytes:
@@ -281,8 +280,12 @@ def _change(place: Place, context: ToolContext, found: Content | None, content: 
         put(place, content, mode=found.mode if found else None, expected=found)
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
 def _lines_changed(before: bytes, after: bytes) -> str:
     change = after.count(b"\n") - before.count(b"\n")
     if change == 0:
         return "as many lines as before"
-    return f"{abs(change):,} line{'s' if abs(change) != 1 else ''} {'more' if change > 0 else 'fewer'}"
+    return f"{_counted(abs(change), 'line')} {'more' if change > 0 else 'fewer'}"
