@@ -10,7 +10,7 @@ from pathlib import Path
 if not sys.flags.safe_path and Path(sys.path[0]).resolve() != Path(__file__).resolve().parent.parent:
     del sys.path[0]
 
-from goinfer_chat.cli import main
+from goinfer_chat.start import main
 
 if __name__ == "__main__":
     main()

@@ -196,9 +196,10 @@ def pull(model: str, progress: Progress | None = None, say: Say | None = None) -
             return _add_file(path, say) if path == Path(model).expanduser() else path
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise DownloadError(
-            f"{model}: {where}{error.strerror or error}; what was fetched is kept: run the same command again to go on"
-        ) from error
+        advice = "what was fetched is kept: run the same command again to go on"
+        if isinstance(error, (FileExistsError, NotADirectoryError, PermissionError)):
+            advice = "name a folder that can be written to in GOINFER_CHAT_MODELS"
+        raise DownloadError(f"{model}: {where}{error.strerror or error}; {advice}") from error
     if Path(model).expanduser().exists():
         raise ModelNotFoundError(f"{model}: not a regular file; a model is a GGUF file")
     names = ", ".join(entry.name for entry in CATALOGUE)

@@ -21,6 +21,7 @@ from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
+from goinfer_chat.start import interrupts_end_the_program, interrupts_raise
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
 from goinfer_chat.turn import INTERRUPTED, turn_is_running
 from goinfer_chat.values import parse_bool
@@ -38,7 +39,14 @@ def main(make_engine: EngineFactory = load_engine) -> NoReturn:
     """Runs the command line of this process and ends it with the exit codes of docs/cli.md."""
     open_closed_descriptors()
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the program runs
-    code = _run(build_app(make_engine))
+    try:
+        app = build_app(make_engine)
+        interrupts_raise()
+        code = _run(app)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    finally:
+        interrupts_end_the_program()
     if turn_is_running():
         # Its thread would run into memory that Python takes down at exit.
         os._exit(code)

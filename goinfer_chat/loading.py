@@ -22,7 +22,8 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
     from engine import load
 
     def progress(what: str, share: float) -> None:
-        side.status(f"{what} ({share:.0%})")
+        # The compiler says nothing while it works: no share is better than one that stands still.
+        side.status(f"{what} ({share:.0%})" if share else what)
 
     try:
         return load(

@@ -451,3 +451,32 @@ def _seconds(arguments: list[str]) -> float:
 def test_help_lists_every_flag(program, name: list[str]) -> None:
     shown = program(HELLO, *name, "--help").stdout.decode()
     assert all(f"--{setting.flag} " in shown for setting in SETTINGS)
+
+
+# The very beginning
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    seen = b""
+    for delay in (0.03, 0.06, 0.1, 0.15):
+        command = [sys.executable, "-c", "print('up', flush=True); from goinfer_chat.start import main; main()"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        ) as process:
+            assert process.stdout.readline() == b"up\n"
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=10)
+        assert process.returncode in (-signal.SIGINT, 130)
+        seen += errors
+    assert seen == b""
+
+
+def test_a_models_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "goinfer_chat", "run", "hi"],
+        capture_output=True,
+        env=environment({"GOINFER_CHAT_MODELS": "/dev/null", "HF_ENDPOINT": "http://127.0.0.1:9"}),
+    )
+    assert done.returncode == 3
+    assert b"/dev/null: File exists; name a folder that can be written to in GOINFER_CHAT_MODELS" in done.stderr

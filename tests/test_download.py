@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -598,3 +599,21 @@ def test_every_model_of_the_catalogue_can_be_had(model: CatalogueModel, models: 
     path = pull(model.name)
     assert model.content.is_in(path)
     path.unlink()
+
+
+def test_ctrl_c_in_a_download_leaves_nothing_open_and_is_code_130(small_hub: Hub, models: Path, tmp_path: Path) -> None:
+    small_hub.gate = threading.Event()
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "goinfer_chat", "pull", f"hf:{REPO}"]
+    env = os.environ | {"HF_ENDPOINT": small_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    with process:
+        deadline = time.monotonic() + 30
+        while not any(path.stat().st_size for path in models.rglob("*.partial")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=15)
+    small_hub.gate.set()
+    assert (process.returncode, output) == (130, b"")
+    assert b"Warning" not in errors
+    assert b"Traceback" not in errors

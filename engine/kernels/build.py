@@ -65,6 +65,9 @@ def _private_folder(path: Path) -> bool:
         return False
 
 
+_COMPILING = "compiling kernels for this CPU, once: some ten seconds"
+
+
 class CompiledKernels:
     """Machine code of the modules asked for. Addresses stay valid as long as this object lives."""
 
@@ -96,11 +99,11 @@ class CompiledKernels:
             objects = {name: self._read(name) for name in missing}
             todo = [name for name, code in objects.items() if code is None]
             for n, name in enumerate(todo):
-                self._progress("compiling kernels for this CPU, once", n / len(todo))
+                self._progress(_COMPILING, n / len(todo))
                 objects[name] = self._compile(modules[name]())
                 self._keep(name, objects[name])
             if todo:
-                self._progress("compiling kernels for this CPU, once", 1.0)
+                self._progress(_COMPILING, 1.0)
             for name in missing:
                 self._link(name, objects[name])
 

@@ -1,0 +1,30 @@
+"""Where the program begins: before anything is imported, so that Ctrl-C in the imports is an end like any other."""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """The console script."""
+    interrupts_end_the_program()
+    from goinfer_chat.cli import main as run
+
+    run()
+
+
+def interrupts_end_the_program() -> None:
+    """SIGINT ends the process at once, and without a traceback; a shell sees code 130.
+
+    Right while there is nothing to tidy up: during imports, and at the very end. Where SIGINT is ignored, as in the
+    background of a script, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupts_raise() -> None:
+    """SIGINT is KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
