@@ -17,6 +17,7 @@ import typer
 
 from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
+from goinfer_chat.flag_completion import completions
 from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import EngineFactory, chat, run
 from goinfer_chat.render import error_object, exit_code, report_error, to_json
@@ -82,7 +83,6 @@ def _failed(error: Exception) -> int:
 
 def build_app(make_engine: EngineFactory) -> typer.Typer:
     app = typer.Typer(
-        add_completion=False,
         rich_markup_mode=None,
         help="Chat with a language model in the terminal, on an exact engine of its own.",
         epilog=EPILOG,
@@ -258,7 +258,14 @@ def _parameter(setting: Setting) -> inspect.Parameter:
             except UsageError as error:
                 raise typer.BadParameter(str(error)) from None
 
-        option = typer.Option(flag, help=help, metavar=setting.argument, parser=parse, show_default=False)
+        option = typer.Option(
+            flag,
+            help=help,
+            metavar=setting.argument,
+            parser=parse,
+            show_default=False,
+            autocompletion=completions(setting),
+        )
         kind = list[str] if setting.repeatable else str
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
