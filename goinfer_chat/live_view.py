@@ -42,7 +42,9 @@ from goinfer_chat.tool_lines import end_line, ended_line, started_line, step_lin
 
 FRAME_SECONDS: Final = 1 / 15
 DRAWING_SHARE: Final = 0.05
-"""Of the time at most: a frame that took 5 ms is followed by 100 ms without one."""
+"""Of the time: a frame that took 5 ms of work is followed by 100 ms without one, though not by more than this:"""
+
+LONGEST_FRAME_SECONDS: Final = 0.3
 
 THINKING_ROWS: Final = 3
 
@@ -171,14 +173,14 @@ class LiveView:
         self._region.close()
 
     def _draw(self) -> None:
-        started = time.perf_counter()
+        began = time.thread_time()
         columns, max_rows = self._region.columns, self._region.max_rows
         final = self._reply.take(columns)
         text = [*self._thinking_rows(columns), *self._reply.live(columns)]
         panel = self._panel(columns, max_rows)
         self._region.show(final, [*text[max(len(text) - max_rows + len(panel), 0) :], *panel])
-        cost = time.perf_counter() - started
-        self._next_frame = self._clock() + max(FRAME_SECONDS, cost / DRAWING_SHARE)
+        pause = (time.thread_time() - began) / DRAWING_SHARE
+        self._next_frame = self._clock() + min(max(FRAME_SECONDS, pause), LONGEST_FRAME_SECONDS)
 
     def _thinking_rows(self, columns: int) -> Sequence[Line]:
         if not self._thinking:

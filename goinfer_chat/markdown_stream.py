@@ -93,7 +93,10 @@ class MarkdownStream:
     def live(self, columns: int) -> list[Line]:
         lines: list[Line] = []
         position = self._position
-        for block in self._blocks(self._source)[self._num_done :]:
+        blocks = self._blocks(self._source)
+        if blocks and isinstance(blocks[-1], Flow):
+            blocks = self._blocks(_as_if_closed(self._source))
+        for block in blocks[self._num_done :]:
             lines += _shown(block, block.rows(columns, position), position)
             position = 0
         return lines
@@ -138,7 +141,7 @@ class MarkdownStream:
     def _blocks(self, source: str) -> list[MarkdownBlock]:
         if source not in self._parsed:
             found = parse(source, keep_marks=self._keep_marks, first_number=self._num_code + 1)
-            while len(self._parsed) > 1:  # one for the complete lines, one for all of them
+            while len(self._parsed) > 2:  # the complete lines, all of them, and those as if closed
                 del self._parsed[next(iter(self._parsed))]
             self._parsed[source] = [self._completed(i, block) for i, block in enumerate(found)]
         return self._parsed[source]
@@ -149,6 +152,15 @@ class MarkdownStream:
         if isinstance(block, Code):
             block = replace(block, highlight=self._highlighters.setdefault(i, Highlighter()))
         return block
+
+
+def _as_if_closed(source: str) -> str:
+    """The text with the other ends of marks that are open, so that its looks do not change when they come."""
+    before, blank, last = source.rpartition("\n\n")
+    for mark in ("`", "**"):
+        if last.count(mark) % 2:
+            last = last.removesuffix(mark) if last.endswith(mark) else last.rstrip() + mark
+    return before + blank + last
 
 
 def _ended(source: str, blocks: Sequence[MarkdownBlock]) -> Sequence[MarkdownBlock]:

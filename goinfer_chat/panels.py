@@ -12,6 +12,9 @@ from goinfer_chat.fetch import size
 from goinfer_chat.terminal import sanitize
 
 MAX_COLUMNS: Final = 100
+MIN_BORDERED_ROWS: Final = 7
+"""With less room the rows of the border are better spent on figures."""
+
 LABEL: Final = 9
 BAR: Final = 24
 
@@ -146,11 +149,11 @@ def _pace(figures: TurnFigures, now: float) -> Iterator[str]:
 
 def figures_panel(figures: TurnFigures, columns: int, max_rows: int, now: float) -> list[Line]:
     """Rows of a panel with a border, or without one where that leaves too few; at most `max_rows`."""
-    if max_rows < 2 or columns < 20:
+    if max_rows < 2 or columns < 16:
         return [figures_line(figures, columns, now)] if max_rows else []
     columns = min(columns, MAX_COLUMNS)
     rows = list(_rows(figures, columns - 4, now))
-    if max_rows < 5:
+    if max_rows < MIN_BORDERED_ROWS:
         return [cut_line(row, columns) for row in rows[:max_rows]]
     title = "working" if figures.tools and not figures.replying else "reading" if not figures.replying else "replying"
     if figures.thinking and figures.replying:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Protocol
@@ -203,28 +203,42 @@ def stats_line(reply: Reply) -> str:
     return " | ".join(parts)
 
 
-def banner(info: ModelInfo) -> list[str]:
-    """At most three lines: the model and what runs it; what is kept in memory; notices, if any, and what to type."""
+def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
+    """At most three lines: the model and what runs it; what is kept in memory; notices, if any, and what to type.
+
+    Each has as many parts as fit into `columns`, but notices are whole.
+    """
     size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
     threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
-    keys = "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends"
+    facts = f" ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}"
+    name = info.name if len(info.name + facts) <= columns else info.name[: max(columns - len(facts) - 1, 12)] + "…"
     return [
-        f"{info.name} ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}",
-        *([reuse_line(info)] if info.session_reuse else []),
-        f"{'; '.join(info.notices)} | /help lists the commands" if info.notices else keys,
+        _fitting((name + facts).split(" | "), columns),
+        *([_fitting(_kept_in_memory(info), columns)] if info.session_reuse else []),
+        f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else _fitting(_KEYS, columns, mark=""),
     ]
 
 
-def reuse_line(info: ModelInfo) -> str:
+_KEYS: Final = ("/help lists the commands", "; Ctrl-C stops a reply", ", Ctrl-D ends")
+
+
+def _fitting(parts: Sequence[str], columns: int, mark: str = " | ") -> str:
+    line, *others = parts
+    for part in others:
+        line += mark + part if len(line + mark + part) <= columns else ""
+    return line
+
+
+def _kept_in_memory(info: ModelInfo) -> Sequence[str]:
     from goinfer_chat.fetch import size
 
     kv_type = f" ({info.kv_type})" if info.kv_type else ""
-    in_all = size(info.kv_bytes_per_token * info.context_size)
-    line = f"{info.session_reuse} | cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"
+    each = f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}"
+    parts = [info.session_reuse, f"{each}, {size(info.kv_bytes_per_token * info.context_size)} when full"]
     if info.kept_conversations:
         conversations = f"{info.kept_conversations} conversation{'s' if info.kept_conversations != 1 else ''}"
-        line += f" | {conversations} back with {info.kept_tokens or 0:,} tokens in {info.kept_ms or 0:,.0f} ms"
-    return line
+        parts.append(f"{conversations} back with {info.kept_tokens or 0:,} tokens in {info.kept_ms or 0:,.0f} ms")
+    return parts
 
 
 def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Repl:
         """What a person should see before the first prompt."""
         agent, screen = self._agent, self._screen
         if not agent.settings.quiet:
-            for line in banner(agent.engine.info):
+            for line in banner(agent.engine.info, screen.size[0] - 1):
                 screen.line(line, dim=True)
         if agent.conversations.problem is not None:
             report_error(agent.conversations.problem, screen)

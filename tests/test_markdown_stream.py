@@ -112,6 +112,15 @@ def test_a_row_waits_for_the_other_end_of_a_mark() -> None:
     assert [plain(row) for row in stream.take(10)] == ["three four", "five six", "seven"]
 
 
+def test_a_mark_that_waits_for_its_other_end_is_shown_as_if_it_had_come() -> None:
+    stream = MarkdownStream()
+    for text, shown in (("a **", "a"), ("bold", "a bold"), ("** and `", "a bold and"), ("co", "a bold and co")):
+        stream.push(text)
+        assert [plain(row).rstrip() for row in stream.live(40)] == [shown]
+    assert stream.live(40)[0][1].style.bold
+    assert stream.live(40)[0][-1].style.role == "code"
+
+
 def test_a_line_of_code_is_final_once_the_next_one_begins() -> None:
     stream = MarkdownStream()
     stream.push("```python\na = 1\nb = 2\nc")

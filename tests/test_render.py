@@ -270,11 +270,21 @@ INFO = ModelInfo(
 
 
 @pytest.mark.parametrize("notices", [(), ("the model has no template, so chatml is used", "the context was cut")])
-def test_the_banner_has_at_most_four_lines_with_model_context_and_kernels(notices: tuple[str, ...]) -> None:
+def test_the_banner_has_at_most_three_lines_with_model_context_and_kernels(notices: tuple[str, ...]) -> None:
     lines = banner(replace(INFO, session_reuse="session reuse: on", notices=notices))
-    assert len(lines) <= 4
+    assert len(lines) <= 3
     assert lines[0] == "SmolLM2 135M Instruct (135M, Q4_1) | context 8,192 | AVX-512 VNNI, 1 thread"
     assert all(notice in lines[2] for notice in notices)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 300])
+def test_a_banner_on_a_narrow_screen_leaves_out_what_does_not_fit(columns: int) -> None:
+    reuse = "session reuse: on (4 conversations kept prefilled)"
+    lines = banner(replace(INFO, name="A model of a long name " * 3, session_reuse=reuse), columns)
+    if columns >= len(reuse):
+        assert all(len(line) <= columns for line in lines)
+    assert lines[0].startswith("A model of ")
+    assert lines[2].startswith("/help lists the commands")
 
 
 def test_the_banner_says_what_stays_in_memory_and_what_came_back_from_the_disk() -> None:
