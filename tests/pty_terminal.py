@@ -11,6 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 import pexpect
 import pyte
 
+OF_THE_TERMINAL = (
+    *("COLUMNS", "LINES", "COLORTERM", "COLORFGBG", "FORCE_COLOR", "TMUX", "TERM_PROGRAM", "VTE_VERSION"),
+    *("KITTY_WINDOW_ID", "WT_SESSION", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE"),
+    *("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"),
+)
+"""Variables that tell a program about the terminal and the desktop that the tests were started on."""
+
 
 class Terminal:
     """A program on a pty of `columns` x `rows`; pyte draws the screen with all that scrolled away."""
@@ -23,11 +30,15 @@ class Terminal:
         term: str | None = "xterm-256color",
         columns: int = 80,
         rows: int = 24,
+        dimensions: tuple[int, int] | None = None,
     ) -> None:
+        """`dimensions`: rows and columns that the terminal claims to have, where pyte could not draw those."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("GOINFER_CHAT_")}
         environ |= {"PYTHONWARNINGS": "error", **(env or {})}
         environ.pop("NO_COLOR", None) if env is None or "NO_COLOR" not in env else None
-        environ.pop("TERM", None)
+        for name in ("TERM", *OF_THE_TERMINAL):
+            environ.pop(name, None)
+        environ |= env or {}
         if term is not None:
             environ["TERM"] = term
         self.raw = ""
@@ -37,7 +48,7 @@ class Terminal:
             command[0],
             list(command[1:]),
             env=environ,
-            dimensions=(rows, columns),
+            dimensions=dimensions or (rows, columns),
             encoding="utf-8",
             codec_errors="replace",
         )
@@ -52,6 +63,12 @@ class Terminal:
 
     def send(self, text: str) -> None:
         self.process.send(text)
+
+    def resize(self, columns: int, rows: int) -> None:
+        """As a terminal does that cuts its rows and never breaks them anew."""
+        self.settle(0.05)
+        self._screen.resize(rows, columns)
+        self.process.setwinsize(rows, columns)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.kill(number)
@@ -94,6 +111,12 @@ class Terminal:
         self.process.wait()
         code, number = self.process.exitstatus, self.process.signalstatus
         return code if code is not None else 128 + number
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """Scrollback and screen, cell by cell: "" is the right half of a wide character."""
+        rows = [*self._screen.history.top, *(self._screen.buffer[i] for i in range(self._screen.lines))]
+        return [[row[column].data for column in range(self._screen.columns)] for row in rows]
 
     @property
     def lines(self) -> list[str]:
