@@ -13,6 +13,7 @@ from kernel_calls import HALVES, TARGETS, activation_rows, assert_same_bits, blo
 
 from engine.kernels import twins
 from engine.kernels.formats import FORMATS
+from engine.kernels.panel import MAX_ROWS
 from engine.quant import TensorType
 
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17)
@@ -106,6 +107,31 @@ def test_products_have_the_bits_of_the_twin_for_any_number_of_rows(
 
 @every_target
 @every_type
+@pytest.mark.parametrize("num_blocks", [1, 11])
+def test_products_of_many_rows_have_the_bits_of_the_twin(type: TensorType, target: str, num_blocks: int) -> None:
+    """Weights are unpacked into panels: of 16, 32 or 48 of them, stretches of K that are full or not, last tiles."""
+    rng = np.random.default_rng([int(type), num_blocks, 1])
+    num_values = num_blocks * FORMATS[type].span
+    raw = blocks_of_any_bits(type, 35, num_values, rng)
+    x = random_rows(rng, 41, num_values)
+    expected = twins.matmul(type, raw, x)
+    for rows, outputs in [(24, 35), (29, 16), (38, 32), (41, 35)]:
+        assert_same_bits(multiply(target, type, raw[:outputs], x[:rows]), expected[:rows, :outputs])
+
+
+def test_rows_beyond_what_passes_a_panel_pass_the_next() -> None:
+    rng = np.random.default_rng(6)
+    for type in (TensorType.Q4_K, TensorType.Q8_0):
+        num_values = 3 * FORMATS[type].span
+        raw, x = blocks_of_any_bits(type, 35, num_values, rng), random_rows(rng, MAX_ROWS + 27, num_values)
+        before = random_rows(rng, len(x), 35)
+        expected = twins.matmul(type, raw, x)
+        assert_same_bits(multiply("best", type, raw, x), expected)
+        assert_same_bits(multiply("best", type, raw, x, add_to=before), before + expected)
+
+
+@every_target
+@every_type
 def test_products_of_extreme_weights_and_activations_have_the_bits_of_the_twin(type: TensorType, target: str) -> None:
     """All ones, all zeros, largest, negative, subnormal and zero scales, against rows at both ends of int8."""
     rng = np.random.default_rng(int(type))
@@ -137,7 +163,9 @@ def test_products_of_extreme_weights_and_activations_have_the_bits_of_the_twin(t
             rng.standard_normal(num_values) * 1e-30,
         ]
     ).astype(np.float32)
-    assert_same_bits(multiply(target, type, raw, x), twins.matmul(type, raw, x))
+    expected = twins.matmul(type, raw, x)
+    assert_same_bits(multiply(target, type, raw, x), expected)
+    assert_same_bits(multiply(target, type, raw, np.tile(x, (4, 1))), np.tile(expected, (4, 1)))
 
 
 @every_target

@@ -51,6 +51,7 @@ class Sub:
 
 
 SubBlock = Callable[[KernelBuilder, "Group", Sub], list[Value]]
+Factor = Callable[[KernelBuilder, "Group", Sub], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class WeightFormat:
     """(b, group, sub) -> sub_size / 4 vectors of 64 bytes. None: the weights are floats."""
     unroll: int = 1
     prepare: Callable[[KernelBuilder, Group], None] = lambda b, g: None
-    scale: Callable[[KernelBuilder, Group, Sub], Value] | None = None
+    scale: Factor | None = None
     """Scale of a sub-block as <16 x i32>; None: the format has one scale a block."""
-    minimum: Callable[[KernelBuilder, Group, Sub], Value] | None = None
+    minimum: Factor | None = None
     """Min of a sub-block as <16 x i32>, not negative."""
     scale_at: int = 0
     """Offset in the meta of the f16 d (2-byte units) or of the pair d, dmin or d, m (4-byte units)."""
@@ -382,6 +383,15 @@ def _iq4_xs_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     high = b.zext(b.read(vector(I16, 16), g.meta, 32), VI)
     high = b.shl(b.and_(_shift(b, high, two), fill(VI, 3)), fill(VI, 4))
     return b.sub(b.or_(low, high), fill(VI, 32))
+
+
+def pairs_of(b: KernelBuilder, g: Group, fmt: WeightFormat, factor: Factor) -> list[Value]:
+    """A block's scales or mins as i16, two sub-blocks a lane: what is multiplied with pairs of sums of activations."""
+    pairs = []
+    for i in range(0, fmt.num_subs, 2):
+        low, high = (factor(b, g, fmt.fixed(n)) for n in (i, i + 1))
+        pairs.append(b.or_(b.and_(low, fill(VI, 0xFFFF)), b.shl(high, fill(VI, 16))))
+    return pairs
 
 
 def block_scales(b: KernelBuilder, fmt: WeightFormat, meta: Value) -> tuple[Value, Value | None]:

@@ -63,6 +63,10 @@ class KernelBuilder(ir.IRBuilder):
             return I64(x * y)
         return self.mul(self.int64(x), self.int64(y))
 
+    def smaller(self, x: Value, y: Value) -> Value:
+        """The smaller of two i64."""
+        return self.select(self.icmp_signed("<", x, y), x, y)
+
     # ------------------------------------------------------------------ memory
     def pointer(self, address: Value) -> Value:
         return self.inttoptr(address, POINTER)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from engine.kernels.dot import ActivationLayout, block_step, dot4, layout_for, pair_products
-from engine.kernels.formats import Group, Sub, WeightFormat, block_scales
+from engine.kernels.formats import Group, Sub, WeightFormat, block_scales, pairs_of
 from engine.kernels.ir import (
     F32,
     I16,
@@ -34,6 +34,7 @@ from engine.kernels.ir import (
     fill,
     vector,
 )
+from engine.kernels.panel import Panel
 from engine.kernels.target import Target
 from engine.quant import TensorType
 
@@ -144,7 +145,8 @@ class Tile:
         fmt, layout = self.fmt, self.layout
         lines = [b.at(ahead[1], at) for at in range(0, fmt.meta_bytes, 64)] if ahead else []
         d, second = block_scales(b, fmt, g.meta)
-        pairs = self._pairs(b, g)
+        factor = fmt.minimum or (fmt.scale if self.bias else None)
+        pairs = pairs_of(b, g, fmt, factor) if factor else []
         pair_bytes, pairs_at = (16, 4) if fmt.sub_size == 32 else (32, 20)
         if not pairs:
             self._prefetch_share(b, lines, 0, 1, rows)
@@ -155,7 +157,7 @@ class Tile:
                 if n == 0:
                     self._prefetch_share(b, lines, p, len(pairs), rows)
                 both = b.broadcast(I32, a, layout.after(b, blocks, pairs_at), b.times(s, pair_bytes), 4 * p)
-                corrections = pair_products(b, corrections, pair, both)
+                corrections = pair_products(b, self.target, corrections, pair, both)
             if pairs and fmt.minimum is None:
                 whole = b.sub(whole, b.mul(corrections, fill(VI, self.bias)))
             scaled_sum = None
@@ -164,18 +166,6 @@ class Tile:
             mins = None if fmt.minimum is None else corrections
             scale = b.broadcast(F32, a, layout.after(b, blocks, 0), b.times(s, 4))
             b.store(block_step(b, b.get(total, VF), whole, mins, d, second, scale, scaled_sum), total)
-
-    def _pairs(self, b: KernelBuilder, g: Group) -> list[Value]:
-        """What a K-quant multiplies with the activations' sums, two a lane: mins, or scales where there is a bias."""
-        fmt = self.fmt
-        factor = fmt.minimum or (fmt.scale if self.bias else None)
-        if factor is None:
-            return []
-        pairs = []
-        for i in range(0, fmt.num_subs, 2):
-            low, high = (factor(b, g, fmt.fixed(n)) for n in (i, i + 1))
-            pairs.append(b.or_(b.and_(low, fill(VI, 0xFFFF)), b.shl(high, fill(VI, 16))))
-        return pairs
 
     def _emit_floats(
         self, b: KernelBuilder, group: Value, rows: Sequence[Value], blocks: Value, fetch: bool
@@ -237,17 +227,27 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
         def few_rows(group: Value, start: Int, fetch: bool) -> None:
             b.greedy(rows, target.tile_rows[1:], lambda size, first: body(size, group, first, fetch), start)
 
-        with b.if_else(b.icmp_signed(">=", rows, I64(tall))) as (many, few):
-            with many:
-                num_tiles = b.sdiv(rows, I64(tall))
-                with b.loop(groups) as g:
-                    # The first tile brings the weights in; the tiles after it find them in L1.
-                    body(tall, g, I64(0), True)
-                    with b.loop(num_tiles, 1) as r:
-                        body(tall, g, b.times(r, tall), False)
-                    few_rows(g, b.times(num_tiles, tall), False)
-            with few, b.loop(groups) as g:
-                few_rows(g, 0, True)
+        def tiles() -> None:
+            with b.if_else(b.icmp_signed(">=", rows, I64(tall))) as (many, few):
+                with many:
+                    num_tiles = b.sdiv(rows, I64(tall))
+                    with b.loop(groups) as g:
+                        # The first tile brings the weights in; the tiles after it find them in L1.
+                        body(tall, g, I64(0), True)
+                        with b.loop(num_tiles, 1) as r:
+                            body(tall, g, b.times(r, tall), False)
+                        few_rows(g, b.times(num_tiles, tall), False)
+                with few, b.loop(groups) as g:
+                    few_rows(g, 0, True)
+
+        if not target.panel_rows or fmt.sub_block is None:
+            tiles()
+            return
+        with b.if_else(b.icmp_signed(">=", rows, I64(target.panel_rows))) as (enough, less):
+            with enough:
+                Panel(fmt, target).emit(b, w, group_bytes, groups, a, lda, out, ldo, blocks, add, rows)
+            with less:
+                tiles()
 
     return emit
 
