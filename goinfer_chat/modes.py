@@ -94,7 +94,14 @@ def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, con
 
 def view_for(settings: Settings, replies: Stream, side: Stream) -> View:
     if settings.json:
-        return JsonView(replies, side, ids=settings.ids, quiet=settings.quiet, tools=bool(settings.tools))
+        return JsonView(
+            replies,
+            side,
+            ids=settings.ids,
+            quiet=settings.quiet,
+            tools=bool(settings.tools),
+            events=settings.events,
+        )
     return TextView(replies, side, quiet=settings.quiet, progress=not settings.plain)
 
 

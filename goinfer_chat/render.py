@@ -14,7 +14,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from engine.api import Finished, ModelInfo, Notice, PrefillProgress, Reply, TextDelta, ToolCall, TurnStats
+from engine.api import (
+    Finished,
+    ModelInfo,
+    Notice,
+    PrefillProgress,
+    Progress,
+    Reply,
+    TextDelta,
+    ThinkingDelta,
+    ToolCall,
+    TurnStats,
+)
 from engine.errors import ContextExceededError, GoinferError
 from goinfer_chat.terminal import Stream
 from goinfer_chat.tool_events import EXIT_CODES, StepEnded, ToolEnded, ToolStarted, TurnEnded, TurnEvent
@@ -69,6 +80,9 @@ class TextView:
                 self._replying = True
                 self._side.clear_status()
                 self._replies.write(event.text)
+            case ThinkingDelta() if not self._quiet:
+                # What a model thinks is no answer: here only that it does is shown.
+                self._side.status("thinking")
             case Notice() if not self._quiet:
                 self._side.line(event.text, dim=True)
             case Finished():
@@ -114,16 +128,25 @@ class TextView:
 class JsonView:
     """Lines of JSON on the reply stream; progress and notices on the other.
 
-    One object for a reply, when it is finished. In a turn with tools each object says which `event` it is.
+    One object for a reply, when it is finished. In a turn with tools, and with `events`, each object says which `event`
+    it is; with `events` there is also one for everything that happens meanwhile (docs/events.schema.json).
     """
 
     def __init__(
-        self, replies: Stream, side: Stream, *, ids: bool = False, quiet: bool = False, tools: bool = False
+        self,
+        replies: Stream,
+        side: Stream,
+        *,
+        ids: bool = False,
+        quiet: bool = False,
+        tools: bool = False,
+        events: bool = False,
     ) -> None:
         self._replies = replies
         self._progress = TextView(Stream(None), side, quiet=quiet)
         self._ids = ids
         self._tools = tools
+        self._events = events
 
     def event(self, event: TurnEvent) -> None:
         match event:
@@ -139,12 +162,29 @@ class JsonView:
                 self._write("end", how=how, exit_code=EXIT_CODES[how], **asdict(cost))
             case StepEnded():
                 pass
+            case _ if self._events:
+                self._meanwhile(event)
             case _:
                 self._progress.event(event)
 
+    def _meanwhile(self, event: TurnEvent) -> None:
+        match event:
+            case PrefillProgress(done=done, total=total, reused=reused):
+                self._write("prefill", done=done, total=total, reused=reused)
+            case Progress(stats=stats):
+                self._write("progress", **figures(stats))
+            case TextDelta(text=text):
+                self._write("text", text=text)
+            case ThinkingDelta(text=text):
+                self._write("thinking", text=text)
+            case Notice(text=text):
+                self._write("notice", text=text)
+            case _:
+                pass
+
     def _reply(self, reply: Reply) -> dict[str, Any]:
         shown = reply_object(reply, ids=self._ids)
-        if not (self._tools or reply.tool_calls):
+        if not (self._tools or self._events or reply.tool_calls):
             return shown
         return {"event": "reply", **shown, "tool_calls": [call_object(call) for call in reply.tool_calls]}
 
@@ -243,7 +283,8 @@ def _kept_in_memory(info: ModelInfo) -> Sequence[str]:
 
 def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:
     """The object of --json (docs/cli.md)."""
-    shown = {"text": reply.text, "finish_reason": reply.finish_reason} | figures(reply.stats)
+    said = {"text": reply.text, "thinking": reply.thinking, "finish_reason": reply.finish_reason}
+    shown = said | figures(reply.stats)
     return shown | ({"prompt_ids": reply.prompt_ids, "reply_ids": reply.ids} if ids else {})
 
 

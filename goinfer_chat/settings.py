@@ -70,6 +70,7 @@ class Settings:
     tool_env: tuple[str, ...] = ()
     test_command: str | None = None
     json: bool = False
+    events: bool = False
     ids: bool = False
     quiet: bool = False
     keys: Keys = "emacs"
@@ -119,8 +120,8 @@ class Settings:
             raise UsageError(f"tool-timeout must be more than 0 seconds, not {self.tool_timeout:g}")
         if not all(self.stop):
             raise UsageError("a stop string must not be empty")
-        if self.ids and not self.json:
-            raise UsageError("--ids adds to the objects of --json; give both")
+        if (self.ids or self.events) and not self.json:
+            raise UsageError(f"--{'ids' if self.ids else 'events'} adds to the objects of --json; give both")
 
     def value(self, name: str) -> Any:
         """The value of a setting by its name, whichever object holds it."""
@@ -389,6 +390,7 @@ SETTINGS: Final = (
     _switch("plain", "For screen readers: text from top to bottom, nothing is drawn again.", topic="screen"),
     _switch("shell", "Let a script run commands with /shell.", topic="scripts"),
     _switch("json", "One JSON object for each turn.", topic="scripts"),
+    _switch("events", "With --json, an object for everything that happens in a turn.", topic="scripts"),
     _switch("ids", "Add token ids to --json.", topic="scripts"),
     _switch("quiet", "Nothing but replies and errors.", topic="scripts"),
     Setting(

@@ -25,6 +25,7 @@ from engine.api import (
     Reply,
     Request,
     TextDelta,
+    ThinkingDelta,
     ToolCall,
     ToolCallReady,
     TurnStats,
@@ -39,6 +40,8 @@ class ScriptedTurn:
     """What the engine does when it is asked: an error, or a prefill of some chunks and then the pieces."""
 
     pieces: Sequence[str] = ()
+    thinking: Sequence[str] = ()
+    """Pieces of reasoning before the pieces."""
     calls: Sequence[Mapping[str, Any]] = ()
     """Tool calls behind the pieces: `name`, and `arguments` as JSON text or as an object. Each counts as one piece."""
     delay: float = 0.0
@@ -131,6 +134,9 @@ class ScriptedEngine:
             time.sleep(turn.chunk_delay)
             yield PrefillProgress(reused + (total - reused) * (chunk + 1) // turn.prefill_chunks, total, reused)
         played, reason, first = 0, "stop", None
+        for piece in turn.thinking:
+            time.sleep(turn.delay)
+            yield ThinkingDelta(piece)
         for piece in turn.pieces:
             if piece in request.stop:
                 break
@@ -181,6 +187,7 @@ class ScriptedEngine:
                 prompt_ids=prompt_ids,
                 finish_reason=reason,
                 stats=stats,
+                thinking="".join(turn.thinking) or None,
                 tool_calls=tuple(calls),
             )
         )

@@ -205,7 +205,7 @@ def test_json_has_every_figure_and_null_where_one_is_not_known() -> None:
     assert err.getvalue() == "a fallback\n"
     assert out.getvalue().isascii()
     shown = json.loads(out.getvalue())
-    assert list(shown) == ["text", "finish_reason", *(field.name for field in fields(TurnStats))]
+    assert list(shown) == ["text", "thinking", "finish_reason", *(field.name for field in fields(TurnStats))]
     assert (shown["text"], shown["finish_reason"]) == ("y\x1b\x9bés", "stop")
     assert (shown["prompt_tokens"], shown["prefill_reused_tokens"], shown["prefill_tokens"]) == (3020, 3000, 20)
     assert (shown["ttft_ms"], shown["decode_tok_s"], shown["seed"]) == (45.25, 38.235, 7)
