@@ -55,7 +55,7 @@ def test_scores_have_the_bits_of_the_twin_for_any_number_of_queries(kind: str, t
         stored = np.ascontiguousarray(keys.T, np.float16 if kind == "narrow" else np.float32)
         for count in QUERY_COUNTS:
             out = np.full((count + 1, PART), UNTOUCHED)
-            kernels(target).call(f"scores_{kind}", addresses(queries), count, stored, out, dim)
+            kernels(target).call(f"scores_{kind}", addresses(queries), count, stored, out, dim, stored)
             assert_same_bits(out[:count, :BLOCK], expected[:count])
             assert (out[count] == UNTOUCHED).all()
             assert (out[:, BLOCK:] == UNTOUCHED).all()
@@ -78,7 +78,7 @@ def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(
         expected = twins.weigh(weights[:, :positions], values[:positions], start)
         for count in QUERY_COUNTS:
             states = states_of(UNTOUCHED, UNTOUCHED, start[: count + 1])
-            kernels(target).call(f"weigh_{kind}", weights, count, stored, positions, addresses(states), dim)
+            kernels(target).call(f"weigh_{kind}", weights, count, stored, positions, addresses(states), dim, stored)
             assert_same_bits(states[:count, STATE:], expected[:count])
             assert (states[:, :STATE] == UNTOUCHED).all()
             assert_same_bits(states[count:, STATE:], start[count : count + 1])

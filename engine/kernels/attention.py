@@ -35,17 +35,22 @@ def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
     """out[i][0..63] = query i . 64 keys, for `count` queries given by their addresses; out rows are PART floats apart.
 
     Keys are [dim][64], f16, or f32 when they were widened once for many queries. Each sum runs over dim in ascending
-    order.
+    order. `following` is what is read next: with few queries the time is that of reading, so as much is fetched there.
     """
     size = 2 if narrow else 4
 
-    def emit(b: KernelBuilder, queries: Value, count: Value, keys: Value, out: Value, dim: Value) -> None:
-        queries, keys, out = (b.pointer(p) for p in (queries, keys, out))
+    def emit(
+        b: KernelBuilder, queries: Value, count: Value, keys: Value, out: Value, dim: Value, following: Value
+    ) -> None:
+        queries, keys, out, following = (b.pointer(p) for p in (queries, keys, out, following))
 
         def body(num: int, first: Value) -> None:
             q = [b.pointer(b.read(I64, queries, b.times(b.sum(first, t), 8))) for t in range(num)]
             sums = [b.variables(4, fill(VF, 0.0)) for _ in range(num)]
             with b.loop(dim) as d:
+                if narrow:
+                    for line in range(0, BLOCK * size, 64):
+                        b.prefetch(b.at(following, b.times(d, BLOCK * size), line))
                 row = [_floats(b, keys, narrow, b.times(d, BLOCK * size), 16 * size * c) for c in range(4)]
                 for query, slots in zip(q, sums, strict=True):
                     x = b.broadcast(F32, query, b.times(d, 4))
@@ -61,13 +66,17 @@ def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
 
 
 def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
-    """The values of state i += weights[i][0..positions) . values [positions][dim], in ascending positions."""
+    """The values of state i += weights[i][0..positions) . values [positions][dim], in ascending positions.
+
+    `following`: as in `scores`.
+    """
     size = 2 if narrow else 4
 
     def emit(
-        b: KernelBuilder, weights: Value, count: Value, values: Value, positions: Value, states: Value, dim: Value
-    ) -> None:
-        weights, values, states = (b.pointer(p) for p in (weights, values, states))
+        b: KernelBuilder, weights: Value, count: Value, values: Value, positions: Value, states: Value, dim: Value,
+        following: Value,
+    ) -> None:  # fmt: skip
+        weights, values, states, following = (b.pointer(p) for p in (weights, values, states, following))
 
         def body(num: int, first: Value) -> None:
             numbers = [b.sum(first, t) for t in range(num)]
@@ -79,6 +88,8 @@ def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
                 sums = [[b.variable(b.read(VF, s, at, 64 * c)) for c in range(width)] for s in state]
                 with b.loop(positions) as p:
                     row = b.times(b.times(p, dim), size), b.times(vector, 16 * size)
+                    for line in range(0, 16 * size * width if narrow else 0, 64):
+                        b.prefetch(b.at(following, *row, line))
                     v = [_floats(b, values, narrow, *row, 16 * size * c) for c in range(width)]
                     for w, slots in zip(weight, sums, strict=True):
                         x = b.broadcast(F32, w, b.times(p, 4))

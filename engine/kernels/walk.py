@@ -153,8 +153,8 @@ store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_val
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
 store_key_q8_0, store_value_q8_0 = _kernel("store_key_q8_0", 4), _kernel("store_value_q8_0", 4)
 widen_keys_q8_0, widen_values_q8_0 = _kernel("widen_keys_q8_0", 4), _kernel("widen_values_q8_0", 4)
-scores_narrow, scores_wide = _kernel("scores_narrow", 5), _kernel("scores_wide", 5)
-weigh_narrow, weigh_wide = _kernel("weigh_narrow", 6), _kernel("weigh_wide", 6)
+scores_narrow, scores_wide = _kernel("scores_narrow", 6), _kernel("scores_wide", 6)
+weigh_narrow, weigh_wide = _kernel("weigh_narrow", 7), _kernel("weigh_wide", 7)
 widen, softmax = _kernel("widen", 3), _kernel("softmax", 6)
 merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
 
@@ -418,10 +418,12 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     narrow = c.kv_stored == Stored.F16 and n < WIDE_QUERIES
     for b in range(low, blocks):
         keys = cached(c, op, r0, first + b, 0, head)
+        last = b == blocks - 1
+        following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
         if narrow:
-            scores_narrow(queries, n, keys, weights + b * BLOCK * 4, dim)
+            scores_narrow(queries, n, keys, weights + b * BLOCK * 4, dim, following)
         else:
-            scores_wide(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim)
+            scores_wide(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
     for i in range(n):
         position = int32_at(c.positions + 4 * (r0 + i // group))
         seen_from = max(0, first_seen(position, window) - start)
@@ -429,10 +431,12 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         softmax(weights + i * PART * 4, seen_from, seen_to, blocks * BLOCK, int64_at(states + 8 * i), dim)
     for b in range(low, blocks):
         values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
+        following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
         if narrow:
-            weigh_narrow(weights + b * BLOCK * 4, n, values, positions, states, dim)
+            weigh_narrow(weights + b * BLOCK * 4, n, values, positions, states, dim, following)
         else:
-            weigh_wide(weights + b * BLOCK * 4, n, as_floats(c, values, head, 1, wide), positions, states, dim)
+            floats = as_floats(c, values, head, 1, wide)
+            weigh_wide(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
     for i in range(n):
         r, h = r0 + i // group, head * group + i % group
         place = c.states + ((r * c.num_heads + h) * slots) * state_bytes
