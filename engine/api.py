@@ -348,6 +348,8 @@ class ModelInfo:
     """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
     session_reuse: str = ""
     """One line about how many conversations stay in memory."""
+    fewer_sessions: bool = False
+    """Memory has no room for as many as were asked for: that line has both numbers."""
     kept_conversations: int | None = None
     """Brought back from files when the model was loaded; this and the next two are None where none are kept."""
     kept_tokens: int | None = None

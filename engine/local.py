@@ -188,7 +188,9 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self.template = template
         self.info = replace(
-            _model_info(gguf, tokenizer, template, model, plan), session_reuse=_session_reuse(kv_sessions, plan)
+            _model_info(gguf, tokenizer, template, model, plan),
+            session_reuse=_session_reuse(kv_sessions, plan),
+            fewer_sessions=_num_fitting(kv_sessions, plan) < kv_sessions,
         )
         self._gguf = gguf
         self._model = model
@@ -452,13 +454,18 @@ def _session_reuse(kv_sessions: int, plan: MemoryPlan) -> str:
     """How many conversations stay in memory; both numbers where not so many full ones fit."""
     if kv_sessions == 0:
         return "session reuse: off"
-    fit = min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
+    fit = _num_fitting(kv_sessions, plan)
     if fit < kv_sessions:
         return (
             f"session reuse: on ({fit} of {kv_sessions} conversations kept prefilled; "
             f"memory has no room for more of {plan.context_size:,} tokens)"
         )
     return f"session reuse: on ({_count(fit)} kept prefilled)"
+
+
+def _num_fitting(kv_sessions: int, plan: MemoryPlan) -> int:
+    """Conversations of a full context that memory has room for, at most as many as are wanted."""
+    return min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
 
 
 def _count(conversations: int) -> str:

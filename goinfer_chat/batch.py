@@ -14,7 +14,7 @@ from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
 from goinfer_chat.message_commands import attached
 from goinfer_chat.registry import ShellCommand
-from goinfer_chat.render import View
+from goinfer_chat.render import View, notices
 from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.shell import how_it_ended, run_shell_captured
@@ -53,7 +53,7 @@ def run_items(
         if prepare is not None:
             prepare(agent)
         say = Stream(None) if settings.quiet else side
-        for notice in (*agent.engine.info.notices, *(agent.toolbox.notices if agent.toolbox else ())):
+        for notice in (*notices(agent.engine.info), *(agent.toolbox.notices if agent.toolbox else ())):
             say.line(notice, dim=True)
         if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)

@@ -9,7 +9,7 @@ from goinfer_chat import catalogue
 from goinfer_chat.agent import Agent
 from goinfer_chat.conversation_commands import cost
 from goinfer_chat.registry import Command, Outcome
-from goinfer_chat.render import banner
+from goinfer_chat.render import banner, notices
 
 
 def _model(agent: Agent, argument: str) -> Outcome:
@@ -20,7 +20,7 @@ def _model(agent: Agent, argument: str) -> Outcome:
     agent.use_model(argument)
     info = agent.engine.info
     text = f"Going on with {banner(info)[0]}.{cost(agent)}"
-    return Outcome("\n".join([text, *info.notices]))
+    return Outcome("\n".join([text, *notices(info)]))
 
 
 def _here(_agent: Agent) -> Sequence[str]:

@@ -252,14 +252,27 @@ def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
     threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
     facts = f" ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}"
     name = info.name if len(info.name + facts) <= columns else info.name[: max(columns - len(facts) - 1, 12)] + "…"
+    kept = _kept_in_memory(info, columns)
+    cache = _cache(info)
+    beside = bool(kept) and len(f"{kept} | {cache}") <= columns
+    below = [cache] if kept and not beside and len(f"{cache} | {_KEYS[0]}") <= columns and not info.notices else []
     return [
         _fitting((name + facts).split(" | "), columns),
-        *([_fitting(_kept_in_memory(info), columns)] if info.session_reuse else []),
-        f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else _fitting(_KEYS, columns, mark=""),
+        *([f"{kept} | {cache}" if beside else kept] if kept else []),
+        f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else " | ".join([*below, _keys(columns, below)]),
     ]
 
 
 _KEYS: Final = ("/help lists the commands", "; Ctrl-C stops a reply", ", Ctrl-D ends")
+
+
+def notices(info: ModelInfo) -> list[str]:
+    """What a person should know where there is no banner: what could not be had as it was asked for."""
+    return [*info.notices, *([info.session_reuse] if info.fewer_sessions else [])]
+
+
+def _keys(columns: int, before: Sequence[str]) -> str:
+    return _fitting(_KEYS, columns - sum(len(part) + 3 for part in before), mark="")
 
 
 def _fitting(parts: Sequence[str], columns: int, mark: str = " | ") -> str:
@@ -269,16 +282,22 @@ def _fitting(parts: Sequence[str], columns: int, mark: str = " | ") -> str:
     return line
 
 
-def _kept_in_memory(info: ModelInfo) -> Sequence[str]:
+def _kept_in_memory(info: ModelInfo, columns: int) -> str:
+    """What stays in memory and what came back from the disk, shorter where that does not fit."""
+    if not info.session_reuse or not info.kept_conversations:
+        return info.session_reuse
+    num, tokens, ms = info.kept_conversations, f"{info.kept_tokens or 0:,}", f"{info.kept_ms or 0:,.0f} ms"
+    line = f"{info.session_reuse} | {num} conversation{'s' if num != 1 else ''} back with {tokens} tokens in {ms}"
+    return line if len(line) <= columns else _fitting([info.session_reuse, f"{num} back: {tokens} tok, {ms}"], columns)
+
+
+def _cache(info: ModelInfo) -> str:
+    """What the K/V of a position take, and those of a full context."""
     from goinfer_chat.fetch import size
 
     kv_type = f" ({info.kv_type})" if info.kv_type else ""
-    each = f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}"
-    parts = [info.session_reuse, f"{each}, {size(info.kv_bytes_per_token * info.context_size)} when full"]
-    if info.kept_conversations:
-        conversations = f"{info.kept_conversations} conversation{'s' if info.kept_conversations != 1 else ''}"
-        parts.append(f"{conversations} back with {info.kept_tokens or 0:,} tokens in {info.kept_ms or 0:,.0f} ms")
-    return parts
+    in_all = size(info.kv_bytes_per_token * info.context_size)
+    return f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"
 
 
 def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:

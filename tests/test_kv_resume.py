@@ -32,6 +32,7 @@ from engine.kv_layout import Identity, KVLayout
 from engine.local import LocalEngine
 from engine.memory import MemoryPlan
 from engine.prefill_speed import PrefillSpeed
+from goinfer_chat.render import notices
 
 GREEDY = SamplingParams(temperature=0)
 HOT = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, seed=7)
@@ -517,10 +518,13 @@ def test_without_places_nothing_is_read_or_written(tmp_path: Path) -> None:
 def test_the_line_about_reuse_has_both_numbers_where_fewer_fit(folder: Path) -> None:
     with make(None) as engine:
         assert engine.info.session_reuse == "session reuse: on (4 conversations kept prefilled)"
+        assert notices(engine.info) == ["a template of the tests"]
     with make(None, num_blocks=2 * CONTEXT // 64) as engine:
         assert engine.info.session_reuse == (
             "session reuse: on (2 of 4 conversations kept prefilled; memory has no room for more of 2,048 tokens)"
         )
+        # Where there is no banner too: in scripts, and after /model.
+        assert notices(engine.info)[1:] == [engine.info.session_reuse]
 
 
 # ---------------------------------------------------------------------- files that cannot be used
