@@ -197,8 +197,10 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
     from goinfer_chat.bench.commands import bench_app
     from goinfer_chat.config_command import config_app
+    from goinfer_chat.serve_command import serve_command
     from goinfer_chat.session_commands import sessions_app
 
+    app.command("serve", epilog=EPILOG)(serve_command(make_engine, os.environ))
     app.add_typer(sessions_app(), name="sessions")
     app.add_typer(config_app(), name="config")
     app.add_typer(bench_app(make_engine, os.environ), name="bench")

@@ -50,6 +50,8 @@ class Settings:
     speculation: SpeculationMode | Literal["auto"] = "auto"
     """`auto`: from the smaller model if there is one, else from the conversation."""
     draft: str | None = None
+    max_concurrent: int = 4
+    prefill_chunk: int | None = None
     session_dir: str | None = None
     continue_last: bool = False
     resume: str | None = None

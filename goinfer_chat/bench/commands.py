@@ -22,6 +22,7 @@ from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_int
 
 if TYPE_CHECKING:
+    from goinfer_chat.bench.agents import Load
     from goinfer_chat.bench.peer_process import PeerChoice
 
 _SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
@@ -118,6 +119,25 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         if not 2 <= clients <= 32:
             raise UsageError(f"clients must be between 2 and 32, not {clients}")
         return _clients(settings_of(context, flags), make_engine, clients, spec, repeat)
+
+    @app.command("agents")
+    @partial(with_settings, settings=_SETTINGS)
+    def agents_command(
+        context: typer.Context,
+        flags: Flags,
+        slots: Annotated[str, typer.Option(metavar="N,N", help="Places to run and to stay in memory.")] = "2,4",
+        conversations: Annotated[int, typer.Option(metavar="N", help="Agents at once.")] = 3,
+        turns: Annotated[int, typer.Option(metavar="N", help="Turns of each.")] = 10,
+        scale: Annotated[float, typer.Option(metavar="X", help="1: 6,000 tokens at first, 1,600 each turn.")] = 0.1,
+    ) -> int:
+        """Agents that run at the same time, over HTTP, with a slot each and with fewer."""
+        from goinfer_chat.bench.agents import Load
+
+        counts = parse_counts(slots)
+        if not counts or not all(1 <= count <= 32 for count in counts):
+            raise UsageError("slots must be between 1 and 32")
+        load = Load(conversations=conversations, turns=turns, scale=scale)
+        return _agents(settings_of(context, flags), make_engine, load, counts)
 
     return app
 
@@ -263,6 +283,23 @@ def _clients(settings: Settings, make_engine: EngineFactory, clients: int, spec:
     about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "clients": clients}
     head = [f"{info.name}, {clients} conversations", *machine.lines(info.threads), ""]
     return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
+
+
+def _agents(settings: Settings, make_engine: EngineFactory, load: Load, slots: Sequence[int]) -> int:
+    from engine.cpu import usable_threads
+    from goinfer_chat.bench.agents import lines, measure
+    from goinfer_chat.bench.machine import describe
+
+    out, side = _streams(settings)
+    machine = describe()
+    arms = measure(
+        load, slots, settings, lambda changed, folder: make_engine(changed, side, folder), partial(_progress, side)
+    )
+    side.clear_status()
+    about = {"model": settings.model, "machine": machine.as_object(), "scale": load.scale}
+    threads = machine.lines(settings.threads or usable_threads())
+    head = [f"{settings.model}, {load.conversations} agents, scale {load.scale:g}", *threads, ""]
+    return _show(settings, out, about | {"arms": [arm.as_object() for arm in arms]}, head + lines(arms, load))
 
 
 def _progress(side: Stream, what: str, share: float) -> None:

@@ -1,0 +1,99 @@
+"""`goinfer-chat serve`: its flags. What serves is in server/, which is imported only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from engine.errors import UsageError
+from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.modes import EngineFactory
+from goinfer_chat.settings import SETTINGS, resolve
+from goinfer_chat.terminal import Stream
+from goinfer_chat.values import parse_size
+
+KEY_VARIABLE: Final = "GOINFER_CHAT_API_KEY"
+
+_FLAGS: Final = (
+    "backend", "ctx", "threads", "chat-template", "kv-sessions", "kv-cap", "kv", "spec", "draft", "session-dir",
+    "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty",
+    "penalty-window", "quiet",
+)  # fmt: skip
+_SETTINGS: Final = tuple(setting for setting in SETTINGS if setting.flag in _FLAGS)
+
+Models = Annotated[
+    list[str] | None, typer.Option("--model", metavar="[NAME=]MODEL", help="A model to serve; may be repeated.")
+]
+Key = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="KEY", help=f"What clients must know. {KEY_VARIABLE} keeps it out of lists."),
+]
+KeyFile = Annotated[str | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the key.")]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--allow-origin", metavar="ORIGIN", help="A page that may ask, as https://host; may be repeated."),
+]
+
+
+def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Callable[..., int]:
+    """The function of the command."""
+
+    @partial(with_settings, settings=_SETTINGS)
+    def command(
+        context: typer.Context,
+        flags: Flags,
+        model: Models = None,
+        host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
+        port: Annotated[int, typer.Option(metavar="N", help="0 takes any that is free.")] = 8080,
+        api_key: Key = None,
+        api_key_file: KeyFile = None,
+        allow_origin: Origins = None,
+        max_concurrent: Annotated[int, typer.Option(metavar="N", help="Replies that share each step.")] = 4,
+        max_queue: Annotated[int, typer.Option(metavar="N", help="Requests that may wait for one to end.")] = 16,
+        max_inflight: Annotated[int, typer.Option(metavar="N", help="Requests in work in any way.")] = 64,
+        max_body: Annotated[str, typer.Option(metavar="SIZE", help="Of a request at most.")] = "16MB",
+        prefill_chunk: Annotated[
+            int | None,
+            typer.Option(metavar="N", help="Prompt tokens of a step while others decode."),
+        ] = None,
+    ) -> int:
+        """Answer over HTTP, in the words of OpenAI's and Anthropic's APIs."""
+        from goinfer_chat.server.command import ServeOptions, serve
+        from goinfer_chat.server.security import Limits
+
+        settings = resolve(given_flags(context, flags), environ)
+        options = ServeOptions(
+            host=host,
+            port=port,
+            models=tuple(model or ()),
+            api_key=_key(api_key, api_key_file, environ),
+            origins=tuple(allow_origin or ()),
+            max_concurrent=max_concurrent,
+            max_queue=max_queue,
+            prefill_chunk=prefill_chunk,
+            limits=Limits(max_inflight=max_inflight, max_body_bytes=parse_size(max_body)),
+        )
+        side = Stream(None) if settings.quiet else Stream(sys.stderr)
+        if api_key is not None:
+            side.line(f"--api-key stands in the list of processes, where others may read it; {KEY_VARIABLE} does not")
+        return serve(settings, options, make_engine, Stream(sys.stdout), side)
+
+    return command
+
+
+def _key(flag: str | None, file: str | None, environ: Mapping[str, str]) -> str | None:
+    """Raises UsageError."""
+    if flag is not None and file is not None:
+        raise UsageError("--api-key and --api-key-file are two keys; give one")
+    if file is None:
+        return flag if flag is not None else environ.get(KEY_VARIABLE) or None
+    try:
+        return Path(file).read_text("utf-8").rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
+        raise UsageError(f"--api-key-file {file}: {reason}") from error

@@ -1,0 +1,247 @@
+"""One answer that is generated, from the wait for a place to its last byte.
+
+Whatever ends it early, a client that leaves, an error, the end of the server, stops the engine's work and gives the
+place free: all of it happens inside of one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from starlette.responses import Response
+
+from engine.api import Event, Finished, Message, Reply, Request
+from goinfer_chat.server.errors import ApiError, from_exception
+from goinfer_chat.server.metrics import Metrics
+from goinfer_chat.server.security import Receive, Scope, Send, answer
+from goinfer_chat.server.served import Served
+from goinfer_chat.server.transcripts import Turn
+from goinfer_chat.server.work import Work, reply_of
+
+PING_SECONDS = 10.0
+"""Silence after which a stream shows that it lives: less than what proxies and clients wait."""
+
+
+class Format(Protocol):
+    """How an API writes an answer."""
+
+    def start(self) -> list[bytes]:
+        """What a stream begins with."""
+        ...
+
+    def event(self, number: int, event: Event) -> list[bytes]:
+        """What a stream has of an event of the choice `number`."""
+        ...
+
+    def end(self, replies: Sequence[Reply]) -> list[bytes]:
+        """What a stream ends with."""
+        ...
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """What a stream ends with that cannot go on."""
+        ...
+
+    def ping(self) -> bytes: ...
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a request asks for, checked."""
+
+    model: Served
+    requests: Sequence[Request]
+    """One for each choice. Their conversations are chosen when they begin."""
+    format: Format
+    stream: bool
+    one_prompt: bool = True
+    """All have the same prompt."""
+    finished: Callable[[Message], None] = lambda message: None
+    """Called with the message of the first reply."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What all answers share."""
+
+    metrics: Metrics
+    running: set[asyncio.Task[None]]
+    """Tasks of answers that are generated: cancelled when the server ends."""
+    closing: bool = False
+
+
+class Answer(Response):
+    """Generates a job's answer and sends it."""
+
+    def __init__(self, job: Job, context: Context) -> None:
+        super().__init__()
+        self._job = job
+        self._context = context
+        self._begun = False
+        self._complete = False  # the last byte is on its way, behind which a client may go
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(scope, send))
+        gone = asyncio.create_task(_gone(receive))
+        self._context.running.add(work)
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._complete:
+                await asyncio.wait({work})
+            elif not work.done():
+                self._context.metrics.count("goinfer_disconnects_total")
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+            self._context.running.discard(work)
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        job = self._job
+        try:
+            try:
+                if self._context.closing:
+                    raise ApiError(503, "the server is shutting down", retry_after=5)
+                async with job.model.admission.place(), self._work() as work, aclosing(work.events()) as events:
+                    if job.stream:
+                        await self._stream(events, send)
+                        last = job.format.end(self._finished())
+                    else:
+                        whole = job.format.whole(await self._collect(events))
+                self._complete = True
+                if job.stream:
+                    await _send(send, last, last=True)
+                else:
+                    await answer(send, 200, whole)
+            except asyncio.CancelledError:
+                if not self._context.closing:
+                    raise
+                raise ApiError(503, "the server is shutting down", retry_after=5) from None
+        except Exception as error:
+            told = from_exception(error)
+            if told.code == "queue_full":
+                self._context.metrics.count("goinfer_rejected_total", full="queue")
+            if not self._begun:
+                await answer(send, told.status, told.body(scope["path"]), told.headers)
+            else:
+                await _send(send, job.format.failed(told), last=True)
+            if told.status == 500:
+                raise
+
+    @asynccontextmanager
+    async def _work(self) -> AsyncIterator[Work]:
+        """The engine's work on the requests, each under the name of a conversation."""
+        job, transcripts = self._job, self._job.model.transcripts
+        turns: list[Turn | tuple[str, bool]] = []
+        requests = []
+        for number, request in enumerate(job.requests):
+            if request.messages:
+                setting = [request.tools, request.template_kwargs]
+                turn = transcripts.begin(request.messages, setting)
+                # Further choices leave nothing behind; a name that is no file's keeps them off the disk.
+                name = turn.name if number == 0 else f".{turn.name}"
+                requests.append(replace(request, messages=turn.messages, conversation=name))
+                turns.append(turn)
+            else:
+                raw = transcripts.begin_raw(request.prompt_ids or ())
+                requests.append(replace(request, conversation=raw[0]))
+                turns.append(raw)
+        self._replies: list[Reply | None] = [None] * len(requests)
+        try:
+            async with Work(job.model.engine, requests, one_prompt=job.one_prompt).running() as work:
+                yield work
+        finally:
+            for number, (turn_, reply) in enumerate(zip(turns, self._replies)):
+                if isinstance(turn_, Turn):
+                    turn_.end(reply, keep_conversation=number == 0)
+                    if number:
+                        await asyncio.to_thread(job.model.engine.forget, requests[number].conversation)
+                else:
+                    transcripts.end_raw(turn_[0], reply)
+                if reply is not None:
+                    goes_on = turn_.goes_on if isinstance(turn_, Turn) else turn_[1]
+                    self._context.metrics.reply(job.model.name, reply.stats, goes_on=goes_on)
+            if self._replies[0] is not None:
+                job.finished(self._replies[0].as_message())
+
+    async def _collect(self, events: AsyncGenerator[tuple[int, Event | None]]) -> list[Reply]:
+        async for number, event in events:
+            self._take(number, event)
+        return self._finished()
+
+    def _take(self, number: int, event: Event | None) -> None:
+        reply = reply_of(event)
+        if reply is not None:
+            self._replies[number] = reply
+
+    def _finished(self) -> list[Reply]:
+        """All replies. A cancelled one was so by the engine's end: nobody here cancels and goes on."""
+        replies = [reply for reply in self._replies if reply is not None]
+        if any(reply.finish_reason == "cancelled" for reply in replies):
+            raise ApiError(503, "the server is shutting down", retry_after=5)
+        return replies
+
+    async def _stream(self, events: AsyncGenerator[tuple[int, Event | None]], send: Send) -> None:
+        """Nothing is sent before the engine has accepted the request, so what it refuses has a status of its own."""
+        form = self._job.format
+        iterator = aiter(events)
+        await anext(iterator)
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        self._begun = True
+        await _send(send, form.start())
+        following: asyncio.Task[tuple[int, Event | None]] | None = None
+        try:
+            while True:
+                if following is None:
+                    following = asyncio.ensure_future(anext(iterator))
+                done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
+                if not done:
+                    await _send(send, [form.ping()])
+                    continue
+                try:
+                    number, event = following.result()
+                except StopAsyncIteration:
+                    break
+                finally:
+                    following = None
+                self._take(number, event)
+                if isinstance(event, Finished) and event.reply.finish_reason == "cancelled":
+                    self._finished()
+                if event is not None:
+                    await _send(send, form.event(number, event))
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def _send(send: Send, parts: Sequence[bytes], *, last: bool = False) -> None:
+    if parts or last:
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not last})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def sse(data: dict[str, Any] | str, event: str | None = None) -> bytes:
+    """One event of a stream."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    head = f"event: {event}\n" if event is not None else ""
+    return f"{head}data: {text}\n\n".encode()
