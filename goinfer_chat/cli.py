@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,13 +19,13 @@ from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
 from goinfer_chat.flag_completion import completions
 from goinfer_chat.loading import load_engine
-from goinfer_chat.modes import EngineFactory, chat, run
-from goinfer_chat.render import error_object, exit_code, report_error, to_json
 from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
-from goinfer_chat.start import interrupts_end_the_program, interrupts_raise
+from goinfer_chat.start import INTERRUPTED, interrupts_end_the_program, interrupts_raise
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
-from goinfer_chat.turn import INTERRUPTED, turn_is_running
 from goinfer_chat.values import parse_bool
+
+if TYPE_CHECKING:
+    from goinfer_chat.modes import EngineFactory
 
 Flags = dict[str, Any]
 """Values by setting name; None where a flag was not given."""
@@ -48,10 +48,18 @@ def main(make_engine: EngineFactory = load_engine) -> NoReturn:
         code = INTERRUPTED
     finally:
         interrupts_end_the_program()
-    if turn_is_running():
+    if _turn_is_running():
         # Its thread would run into memory that Python takes down at exit.
         os._exit(code)
     sys.exit(code)
+
+
+def _turn_is_running() -> bool:
+    if "goinfer_chat.turn" not in sys.modules:
+        return False
+    from goinfer_chat.turn import turn_is_running
+
+    return turn_is_running()
 
 
 def _run(app: typer.Typer) -> int:
@@ -72,6 +80,8 @@ def _run(app: typer.Typer) -> int:
 
 def _failed(error: Exception) -> int:
     """Shows an error where its reader looks: as JSON among the replies, else on standard error."""
+    from goinfer_chat.render import error_object, exit_code, report_error, to_json
+
     as_json = wants_json(sys.argv[1:], os.environ) and not isinstance(error, OutputError)
     with suppress(OutputError):
         if as_json:
@@ -101,6 +111,8 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         context.obj = flags
         match context.invoked_subcommand:
             case None:
+                from goinfer_chat.modes import chat
+
                 return chat(resolve(flags, os.environ), make_engine)
             case ("models" | "pull" | "sessions") as name if any(
                 value is not None for flag, value in flags.items() if (name, flag) != ("sessions", "session_dir")
@@ -113,6 +125,8 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     @with_settings
     def chat_command(context: typer.Context, flags: Flags) -> int:
         """Talk at a prompt, or run a script from standard input. The default command."""
+        from goinfer_chat.modes import chat
+
         return chat(resolve(given_flags(context, flags), os.environ), make_engine)
 
     @app.command("run", epilog=EPILOG)
@@ -134,6 +148,8 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         if tool is not None and schema is not None:
             raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give one of them")
         if tool is None and schema is None:
+            from goinfer_chat.modes import run
+
             return run(settings, make_engine, question)
         from goinfer_chat.tool_modes import run_forced, run_with_schema
 

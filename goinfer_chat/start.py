@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
-from typing import NoReturn
+from typing import Final, NoReturn
+
+INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C, as shells count it."""
 
 
 def main() -> NoReturn:

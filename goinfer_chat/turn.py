@@ -15,9 +15,9 @@ from typing import Final
 from engine.api import Finished, Reply
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.render import View
+from goinfer_chat.start import INTERRUPTED
 from goinfer_chat.tool_events import EXIT_CODES, Answer, ApprovalAsked, RepeatAsked, TurnEnded, TurnEvent
 
-INTERRUPTED: Final = 130
 ENGINE_THREAD: Final = "engine"
 TICK_SECONDS: Final = 1 / 15
 PATIENCE_SECONDS: Final = 2.0

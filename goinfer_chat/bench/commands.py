@@ -15,8 +15,6 @@ import typer
 from engine.api import SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.cli import Flags, given_flags, with_settings
-from goinfer_chat.modes import EngineFactory
-from goinfer_chat.render import to_json
 from goinfer_chat.settings import SETTINGS, Settings, resolve
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_int
@@ -24,6 +22,7 @@ from goinfer_chat.values import parse_int
 if TYPE_CHECKING:
     from goinfer_chat.bench.agents import Load
     from goinfer_chat.bench.peer_process import PeerChoice
+    from goinfer_chat.modes import EngineFactory
 
 _SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
 _SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "ctx"))
@@ -177,6 +176,8 @@ def _streams(settings: Settings) -> tuple[Stream, Stream]:
 
 def _show(settings: Settings, out: Stream, result: dict[str, Any], lines: Sequence[str]) -> int:
     if settings.json:
+        from goinfer_chat.render import to_json
+
         out.write(to_json({"date": datetime.datetime.now().astimezone().date().isoformat(), **result}))
     else:
         for line in lines:
