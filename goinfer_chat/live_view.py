@@ -168,7 +168,7 @@ class LiveView:
 
     def _finish(self, reply: Reply) -> None:
         self._end_round()
-        if not self._quiet:
+        if not self._quiet and not reply.tool_calls:  # after those the line of the step stands
             self._say(closing_line(reply))
         self._region.close()
 

@@ -125,10 +125,12 @@ class Stream:
             self.write("\n")
 
     def line(self, text: str, *, dim: bool = False) -> None:
-        """A line of its own, dim where the terminal has styles."""
+        """A line of its own, dim where the terminal has styles; on a terminal it is broken between words."""
         self.end_line()
         self.clear_status()
         clean = sanitize(text, terminal=self.terminal)
+        if self.terminal:
+            clean = "\n".join(_broken(line, self.size[0]) for line in clean.split("\n"))
         self._emit(f"\x1b[2m{clean}\x1b[22m\n" if dim and self.colour else clean + "\n")
 
     def frame(self, sequences: str) -> None:
@@ -169,6 +171,17 @@ class Stream:
             if isinstance(error, BrokenPipeError):
                 raise ReaderGoneError("the reader has gone") from None
             raise OutputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _broken(line: str, columns: int) -> str:
+    """The line in rows; a word that is longer than a row, such as a path, is left to the terminal."""
+    if len(line) <= columns // 2 or "\t" in line:  # no character is wider than two cells
+        return line
+    from goinfer_chat.cells import Run, plain, width, wrap
+
+    if width(line) <= columns or any(width(word) > columns for word in line.split(" ")):
+        return line
+    return "\n".join(plain(row.line) for row in wrap([Run(line)], columns))
 
 
 def _can_write(file: TextIO | None, text: str) -> bool:

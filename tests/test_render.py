@@ -122,6 +122,18 @@ def test_a_status_line_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> N
     assert file.getvalue() == "\r" + "x" * 19 + "\x1b[K"
 
 
+def test_a_long_line_on_a_terminal_is_broken_between_words_and_a_path_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    file, plain = FakeTerminal(), io.StringIO()
+    Stream(file, TERMINAL).line("a line of some words, 日本語 too")
+    Stream(file, TERMINAL).line("see /a/path/longer/than/a/row")
+    assert file.getvalue() == "a line of some\nwords, 日本語 too\nsee /a/path/longer/than/a/row\n"
+    Stream(plain, TERMINAL).line("a line of some words that is long")
+    assert plain.getvalue() == "a line of some words that is long\n"
+
+
 def test_a_prefill_shows_progress_only_after_half_a_second_and_only_on_a_terminal() -> None:
     now = [0.0]
     for file, shown in ((FakeTerminal(), "\rreading the prompt: 64 of 128 tokens (50%)\x1b[K"), (io.StringIO(), "")):
