@@ -183,7 +183,7 @@ def _rows(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
         if pace:
             yield _fitted("", columns, (), *pace)
     else:
-        evaluated = f"{prefill.total - prefill.reused:,} read"
+        evaluated = f"{prefill.total - prefill.reused:,} prefilled"
         yield _fitted("prompt", columns, (), f"{prefill.total:,} tokens", _reused(prefill), evaluated)
     if figures.replying and stats is not None:
         rate = "" if stats.decode_tok_s is None else f"{stats.decode_tok_s:.1f} tok/s"

@@ -24,7 +24,7 @@ def stats_panel(turns: Sequence[TurnStats], columns: int) -> str:
         _chart("TTFT", [turn.ttft_ms for turn in turns], room, "{:,.0f} ms"),
         _shares(turns, room),
         _chart("reused", [float(turn.prefill_reused_tokens) for turn in turns], room, "{:,.0f}"),
-        _chart("read", [float(turn.prefill_tokens) for turn in turns], room, "{:,.0f}"),
+        _chart("prefilled", [float(turn.prefill_tokens) for turn in turns], room, "{:,.0f}"),
         _chart("tok/s", [turn.decode_tok_s for turn in turns], room, "{:.1f}"),
         _chart("acceptance", [turn.acceptance for turn in turns], room, "{:.0%}"),
     ]
@@ -71,7 +71,7 @@ def _totals(totals: Totals, turns: Sequence[TurnStats]) -> list[str]:
     last = turns[-1]
     lines = [
         f"{'prompts':<{_LABEL}}{totals.prompt_tokens:,} tokens, {totals.reused_tokens:,} reused ({share:.0%}){saved}",
-        f"{'read':<{_LABEL}}{totals.read_tokens:,} tokens",
+        f"{'prefilled':<{_LABEL}}{totals.read_tokens:,} tokens",
         f"{'replies':<{_LABEL}}{totals.reply_tokens:,} tokens in {len(turns):,} turn{'s' if len(turns) != 1 else ''}",
     ]
     if totals.guessed:
@@ -104,4 +104,4 @@ def _shares(turns: Sequence[TurnStats], room: int) -> str:
     shares = [turn.prefill_reused_tokens / max(turn.prompt_tokens, 1) for turn in turns]
     bars = "".join(_step(share, 1.0) for share in shares[-room:])
     values = " / ".join(f"{share:.0%}" for share in (min(shares), max(shares), shares[-1]))
-    return f"{'share':<{_LABEL}}{bars:<{room}}  {values}"
+    return f"{'reused, %':<{_LABEL}}{bars:<{room}}  {values}"

@@ -115,7 +115,7 @@ def test_the_panel_has_every_figure() -> None:
     rows = text(figures_panel(everything(), 80, 20, 7.0))
     assert rows[0].startswith("╭─ replying, 6.0 s ─")
     assert [row[2:-2].rstrip() for row in rows[1:-1]] == [
-        "prompt   3,000 tokens, 1,000 reused, 2,000 read",
+        "prompt   3,000 tokens, 1,000 reused, 2,000 prefilled",
         "reply    38.2 tok/s, 56 tokens, TTFT 1,045 ms",
         "tool     run␛[2J_command: runs, 1.5 s",
         "tool     read_file: ok, 0.3 s",
