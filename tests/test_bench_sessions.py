@@ -17,7 +17,7 @@ from tiny_models import write_tiny_model
 from tiny_vocab import CHATML_TEMPLATE
 
 from engine import load
-from engine.api import Message, Reply, Request, TurnStats
+from engine.api import Message, Reply, Request, TurnStats, tool_name
 from engine.chat_template import ChatTemplate
 from engine.errors import UsageError
 from engine.gguf_file import open_gguf
@@ -26,7 +26,7 @@ from engine.tokenizer import Tokenizer
 from goinfer_chat.bench.asking import ask
 from goinfer_chat.bench.check import DECODE_TOKENS, WORDS, Phase, decode_phase, prefill_phase
 from goinfer_chat.bench.machine import Peaks
-from goinfer_chat.bench.replay import Replay, Restarts, tool_role
+from goinfer_chat.bench.replay import Replay, Restarts, beside_no_reuse, tool_role, tools_of
 from goinfer_chat.bench.report import Summary
 from goinfer_chat.bench.texts import CODE, plain_text
 from goinfer_chat.bench.traffic import CHAT, COPY, Way, copied_share, measure, rate_of, ways_of
@@ -88,6 +88,41 @@ def test_an_engine_that_is_started_anew_before_each_turn_reads_no_more(engine: L
     assert len(started) == 6
     assert started[0] == started[2] != started[3] == started[5]
     assert not any(folder.exists() for folder in started)
+
+
+def test_each_turn_is_a_forced_call_and_further_tools_are_read_with_it(engine: LocalEngine) -> None:
+    class Recording:
+        info, tokenizer = engine.info, engine.tokenizer
+        count_tokens, forget = engine.count_tokens, engine.forget
+        requests: list[Request] = []  # noqa: RUF012
+
+        def generate(self, request: Request) -> Any:
+            self.requests.append(request)
+            return engine.generate(request)
+
+    recording = Recording()
+    few = Replay(recording, num_turns=2, reuse=True).play(1, quiet)  # type: ignore[arg-type]
+    timed = [request for request in recording.requests if request.messages]
+    assert [request.tool_choice.name for request in timed] == [STEPS[n].tool for n in (0, 0, 0, 1)]
+    many = Replay(engine, num_turns=2, reuse=True, num_tools=25).play(1, quiet)
+    assert many[0].prompt_tokens > few[0].prompt_tokens + 1000
+    assert many[1].prefilled_tokens == few[1].prefilled_tokens
+    assert len({tool_name(tool) for tool in tools_of(25)}) == 25
+    for number in (3, 26):
+        with pytest.raises(UsageError, match="4 to 25 tool schemas"):
+            tools_of(number)
+
+
+def test_turns_without_reuse_stand_beside_those_with_it(engine: LocalEngine) -> None:
+    rows = Replay(engine, num_turns=2, reuse=True).play(2, quiet)
+    without = Replay(engine, num_turns=2, reuse=False).play(2, quiet)
+    for row, other, joined in zip(rows, without, beside_no_reuse(rows, without), strict=True):
+        assert joined.without_ms == other.wall_ms
+        assert joined.saved is not None
+        assert joined.saved.values == pytest.approx(
+            [cold / warm for cold, warm in zip(other.wall_ms.values, row.wall_ms.values)]
+        )
+        assert {"without_ms", "saved"} <= joined.as_object().keys()
 
 
 def test_a_replay_leaves_nothing_behind(engine: LocalEngine) -> None:

@@ -6,6 +6,7 @@ import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
@@ -78,17 +79,22 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         flags: Flags,
         turns: Annotated[int, typer.Option(metavar="N", help="Turns of the session.")] = 10,
         reuse: Annotated[bool, typer.Option(help="Keep what was read before, or read everything each turn.")] = True,
+        both: Annotated[bool, typer.Option("--both", help="Measure without reuse too, and show it beside.")] = False,
         restart: Annotated[bool, typer.Option("--restart", help="Start anew before each turn.")] = False,
+        tool_schemas: Annotated[int, typer.Option(metavar="N", help="Tools in the prompt: 4 to 25.")] = 4,
         repeat: Repeat = 3,
         peer: PeerName = None,
         peer_python: PeerPython = None,
     ) -> int:
         """The time to the first token in each turn of a coding agent's session."""
         _at_least_one(repeat)
+        if both and not reuse:
+            raise UsageError("--both measures with and without reuse; leave out --no-reuse")
         if restart and not reuse:
             raise UsageError("--restart measures what is reused from the disk; leave out --no-reuse")
         choice = _peer(peer, peer_python)
-        return _replay(settings_of(context, flags), make_engine, turns, reuse, restart, repeat, choice)
+        plan = ReplayPlan(turns, tool_schemas, repeat, reuse=reuse, both=both, restart=restart)
+        return _replay(settings_of(context, flags), make_engine, plan, choice)
 
     @app.command("copy")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
@@ -202,18 +208,24 @@ def _speed(settings: Settings, plan: Any, peer: PeerChoice | None) -> int:
     return _show(settings, out, result.as_object(), result.lines())
 
 
-def _replay(
-    settings: Settings,
-    make_engine: EngineFactory,
-    turns: int,
-    reuse: bool,
-    restart: bool,
-    repeat: int,
-    peer: PeerChoice | None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What `bench replay` measures."""
+
+    turns: int
+    tools: int
+    """Schemas in the prompt."""
+    repeat: int
+    reuse: bool
+    both: bool
+    """Also without reuse."""
+    restart: bool
+
+
+def _replay(settings: Settings, make_engine: EngineFactory, plan: ReplayPlan, peer: PeerChoice | None) -> int:
     from goinfer_chat.bench.machine import describe
     from goinfer_chat.bench.peer_process import Peer
-    from goinfer_chat.bench.replay import Replay, Restarts, lines
+    from goinfer_chat.bench.replay import Replay, Restarts, beside_no_reuse, lines
 
     out, side = _streams(settings)
     machine = describe()
@@ -224,15 +236,25 @@ def _replay(
         if peer is not None:
             path = _model_file(settings, side)
             other = close.enter_context(Peer(peer, path, threads=info.threads, num_positions=info.context_size))
-        restarts = close.enter_context(Restarts(partial(make_engine, settings, side))) if restart else None
-        replay = Replay(engine, num_turns=turns, reuse=reuse, peer=other, restarts=restarts)
-        rows = replay.play(repeat, partial(_progress, side))
+        restarts = close.enter_context(Restarts(partial(make_engine, settings, side))) if plan.restart else None
+        play = partial(Replay, engine, num_turns=plan.turns, num_tools=plan.tools)
+        progress = partial(_progress, side)
+        rows = play(reuse=plan.reuse, peer=other, restarts=restarts).play(plan.repeat, progress)
+        if plan.both:
+            rows = beside_no_reuse(rows, play(reuse=False).play(plan.repeat, progress))
         name = f"{other.name} {other.version}" if other else None
     side.clear_status()
-    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "peer": name, "reuse": reuse}
-    about["restart"] = restart
+    about = {
+        "model": info.name,
+        "machine": machine.as_object(),
+        "threads": info.threads,
+        "peer": name,
+        "reuse": plan.reuse,
+    }
+    about |= {"restart": plan.restart, "tools": plan.tools}
+    restarted = ", started anew before each turn" if plan.restart else ""
     head = [
-        f"{info.name}, {'with' if reuse else 'without'} reuse{', started anew before each turn' if restart else ''}",
+        f"{info.name}, {'with' if plan.reuse else 'without'} reuse{restarted}, {plan.tools} tools in the prompt",
         *machine.lines(info.threads),
         "",
     ]

@@ -1,24 +1,27 @@
 """`bench replay`: the time to the first token, turn by turn, in a session of a coding agent.
 
 The session is fixed (`transcript.py`), so that every engine reads the same words. A turn is timed as the wall clock of
-a request for one token. Then the fixed reply is put behind the prompt untimed, so that its keys and values are cached
-when the next turn comes, as they are when the model has written the reply itself. So a turn reads what is new to a
-model in a live session: the result of a tool, and what the template puts around it.
+a request for one token of a forced call: the tool that the session calls there, held to its schema, as `run --tool` and
+an agent's named calls are. Then the fixed reply is put behind the prompt untimed, so that its keys and values are
+cached when the next turn comes, as they are when the model has written the reply itself. So a turn reads what is new to
+a model in a live session: the result of a tool, and what the template puts around it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from engine.api import Engine, Message, Request
+from engine.api import Engine, Message, NamedTool, Request, ToolCall
 from engine.errors import TemplateError, UsageError
 from goinfer_chat.bench.asking import GREEDY, Progress, ask, tokens_of
+from goinfer_chat.bench.more_tools import MORE_TOOLS
 from goinfer_chat.bench.peer_process import Peer
 from goinfer_chat.bench.report import Summary, table
 from goinfer_chat.bench.transcript import STEPS, SYSTEM, TASK, TOOLS
@@ -41,11 +44,15 @@ class TurnRow:
     peer_ms: Summary | None = None
     ratio: Summary | None = None
     """The peer's time over ours, turn by turn."""
+    without_ms: Summary | None = None
+    """The same when nothing is reused."""
+    saved: Summary | None = None
+    """That time over the one with reuse, turn by turn."""
     restore_ms: Summary | None = None
     """To bring the tokens that are reused back from the disk, when the engine started."""
 
     def as_object(self) -> dict[str, Any]:
-        names = ("wall_ms", "ttft_ms", "restore_ms", "peer_ms", "ratio")
+        names = ("wall_ms", "ttft_ms", "without_ms", "saved", "restore_ms", "peer_ms", "ratio")
         figures: dict[str, Summary | None] = {name: getattr(self, name) for name in names}
         return {
             "turn": self.turn,
@@ -65,6 +72,8 @@ def lines(rows: Sequence[TurnRow], peer: str | None) -> list[str]:
         "prefilled",
         "one token, ms",
         "known after, ms",
+        "without reuse, ms",
+        "times",
         "restored in, ms",
         peer or "",
         "ratio",
@@ -79,6 +88,8 @@ def lines(rows: Sequence[TurnRow], peer: str | None) -> list[str]:
                 f"{row.prefilled_tokens:,}",
                 row.wall_ms.text(),
                 row.ttft_ms.text(),
+                row.without_ms.text() if row.without_ms else "",
+                row.saved.text(1) if row.saved else "",
                 row.restore_ms.text() if row.restore_ms else "",
                 row.peer_ms.text() if row.peer_ms else "",
                 row.ratio.text(2) if row.ratio else "",
@@ -162,9 +173,11 @@ class Replay:
         *,
         num_turns: int,
         reuse: bool,
+        num_tools: int = len(TOOLS),
         peer: Peer | None = None,
         restarts: Restarts | None = None,
     ) -> None:
+        self._tools = tools_of(num_tools)
         if not 1 <= num_turns <= len(STEPS):
             raise UsageError(f"the session has {len(STEPS)} turns; play 1 to {len(STEPS)} of them, not {num_turns}")
         self._engine, self._peer, self._reuse, self._restarts = engine, peer, reuse, restarts
@@ -173,12 +186,13 @@ class Replay:
         self._prompts: list[tuple[Message, ...]] = []
         messages = [Message(role="system", content=SYSTEM), Message(role="user", content=TASK)]
         self._replies = [tuple(self._tokens.encode(step.reply)) for step in STEPS]
-        for step, ids in zip(STEPS[:num_turns], self._replies):
+        for n, (step, ids) in enumerate(zip(STEPS[:num_turns], self._replies)):
             self._prompts.append(tuple(messages))
-            messages += [
-                Message(role="assistant", content=step.reply, ids=ids),
-                Message(role=role, content=step.result),
-            ]
+            call = ToolCall(id=f"call_{n}", name=step.tool, arguments=json.dumps(step.arguments))
+            result = Message(role=role, content=step.result)
+            if role == "tool":
+                result = replace(result, tool_call_id=call.id, name=call.name)
+            messages += [Message(role="assistant", content="", ids=ids, tool_calls=(call.as_json(),)), result]
 
     def play(self, repeat: int, progress: Progress) -> list[TurnRow]:
         """Play the session `repeat` times, each from an empty cache. Raises what Engine.generate raises."""
@@ -197,7 +211,14 @@ class Replay:
         return [turn.row(number) for number, turn in enumerate(turns, 1)]
 
     def _request(self, t: int) -> Request:
-        return Request(messages=self._prompts[t], tools=TOOLS, sampling=GREEDY, max_tokens=1, conversation=CONVERSATION)
+        return Request(
+            messages=self._prompts[t],
+            tools=self._tools,
+            tool_choice=NamedTool(name=STEPS[t].tool),
+            sampling=GREEDY,
+            max_tokens=1,
+            conversation=CONVERSATION,
+        )
 
     def _warm_up(self) -> None:
         """The first request of a program learns how many rows take how long; it is not the session's first."""
@@ -228,6 +249,22 @@ class Replay:
         ask(self._engine, Request(prompt_ids=ids, sampling=GREEDY, max_tokens=1, conversation=CONVERSATION))
         if self._peer:
             self._peer.prompt(ids, reuse=True)
+
+
+def tools_of(number: int) -> tuple[dict[str, Any], ...]:
+    """So many tools for the prompt, those of the session first. Raises UsageError."""
+    tools = (*TOOLS, *MORE_TOOLS)
+    if not len(TOOLS) <= number <= len(tools):
+        raise UsageError(f"the prompt can have {len(TOOLS)} to {len(tools)} tool schemas, not {number}")
+    return tools[:number]
+
+
+def beside_no_reuse(rows: Sequence[TurnRow], without: Sequence[TurnRow]) -> list[TurnRow]:
+    """Turns with reuse, and beside them the same turns without."""
+    return [
+        replace(row, without_ms=other.wall_ms, saved=other.wall_ms.over(row.wall_ms))
+        for row, other in zip(rows, without, strict=True)
+    ]
 
 
 def tool_role(engine: Engine) -> Literal["tool", "user"]:

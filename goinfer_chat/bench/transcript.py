@@ -27,7 +27,10 @@ class Step:
         return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def _tool(name: str, description: str, required: tuple[str, ...], **properties: tuple[str, str]) -> dict[str, Any]:
+def described(
+    name: str, description: str, required: tuple[str, ...], /, **properties: tuple[str, str]
+) -> dict[str, Any]:
+    """A tool as a request has it; each property with its type and what it means."""
     return {
         "type": "function",
         "function": {
@@ -43,14 +46,14 @@ def _tool(name: str, description: str, required: tuple[str, ...], **properties: 
 
 
 TOOLS: Final = (
-    _tool(
+    described(
         "search",
         "Find lines that match a regular expression. Gives path, line number and line.",
         ("pattern",),
         pattern=("string", "Regular expression, as Python's re takes it"),
         path=("string", "Folder or file to look in; the whole project if left out"),
     ),
-    _tool(
+    described(
         "read_file",
         "Read a text file of the project. Lines are numbered from 1.",
         ("path",),
@@ -58,7 +61,7 @@ TOOLS: Final = (
         first=("integer", "First line wanted"),
         last=("integer", "Last line wanted"),
     ),
-    _tool(
+    described(
         "edit_file",
         "Replace one piece of text in a file by another. The old text must occur exactly once.",
         ("path", "old", "new"),
@@ -66,7 +69,7 @@ TOOLS: Final = (
         old=("string", "Text to be replaced, with its line ends and indentation"),
         new=("string", "Text to stand in its place"),
     ),
-    _tool(
+    described(
         "run_tests",
         "Run the project's tests and give the end of what they print.",
         (),
