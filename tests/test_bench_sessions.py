@@ -403,7 +403,7 @@ def test_replay_without_reuse_is_a_table(tiny_model: Path) -> None:
     done = program("bench", "replay", "--model", str(tiny_model), "--turns", "1", "--repeat", "1", "--no-reuse")
     assert (done.returncode, done.stderr) == (0, "")
     title, _, _, _, head, row = done.stdout.splitlines()
-    assert title == "Tiny llama, without reuse"
+    assert title == "Tiny llama, without reuse, 4 tools in the prompt"
     assert head.split() == ["turn", "prompt", "reused", "prefilled", "one", "token,", "ms", "known", "after,", "ms"]
     assert row.split()[0] == "1"
     assert row.split()[2] == "0"
