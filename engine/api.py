@@ -264,6 +264,8 @@ class Reply:
     """What a reasoning model thought before it answered; None where it did not."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Whole calls in the order written. A call that `length` or `cancelled` cut is not among them."""
+    stop_string: str | None = None
+    """The one of `Request.stop`, or of the template's, that ended it; None where none did."""
 
     def as_message(self) -> Message:
         """What goes into the conversation for it."""

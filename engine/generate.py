@@ -233,6 +233,7 @@ class Generation:
             text=self._text.text,
             thinking=self._text.thinking,
             tool_calls=self._text.calls,
+            stop_string=self._text.stop_string,
             ids=tuple(self._reply_ids),
             prompt_ids=tuple(self.ids[: self._num_prompt]),
             finish_reason=self.finish_reason,

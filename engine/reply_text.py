@@ -44,6 +44,11 @@ class ReplyText:
     def thinking(self) -> str | None:
         return "".join(self._thinking) or None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply."""
+        return self._stops.found
+
     def push(self, token: int) -> bool:
         """Take in the next token; True when a stop string ended the reply."""
         marker = self._plan.markers.get(token)

@@ -16,6 +16,8 @@ class StopStrings:
         assert all(stops)
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
+        """The one that ended the text."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that may be shown, and whether a stop string follows it (then nothing may be pushed any more)."""
@@ -23,7 +25,9 @@ class StopStrings:
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[:start], True
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

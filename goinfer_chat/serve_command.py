@@ -56,7 +56,7 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         max_concurrent: Annotated[int, typer.Option(metavar="N", help="Replies that share each step.")] = 4,
         max_queue: Annotated[int, typer.Option(metavar="N", help="Requests that may wait for one to end.")] = 16,
         max_inflight: Annotated[int, typer.Option(metavar="N", help="Requests in work in any way.")] = 64,
-        max_body: Annotated[str, typer.Option(metavar="SIZE", help="Of a request at most.")] = "16MB",
+        max_body: Annotated[str, typer.Option(metavar="SIZE", help="Of a request at most.")] = "4MB",
         prefill_chunk: Annotated[
             int | None,
             typer.Option(metavar="N", help="Prompt tokens of a step while others decode."),

@@ -285,6 +285,18 @@ def test_errors_have_the_form_of_their_api(server: Running, claude: anthropic.An
     }
 
 
+def test_the_stop_sequence_that_ended_a_message_is_told(server: Running, claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 40, "messages": [USER], "extra_body": {"temperature": 0}}
+    text = claude.messages.create(**asked).content[0].text  # type: ignore[union-attr]
+    stop = text[3:5]
+    got = claude.messages.create(**asked, stop_sequences=["never said", stop])
+    assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", stop)
+    assert [block.text for block in got.content if block.type == "text"] == [text[: text.index(stop)]]
+    with claude.messages.stream(**asked, stop_sequences=[stop]) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
+
+
 # ---------------------------------------------------------------- what messages may be
 def test_parts_of_text_are_the_joined_text_and_developers_are_the_system(server: Running) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -211,6 +211,78 @@ def test_replies_kept_on_the_disk_survive_a_cut_line_and_are_written_anew(tmp_pa
     assert other.messages[1].ids is None
 
 
+THINKING = """\
+{%- for message in messages %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and '</think>' in content %}
+{%- set content = content.split('</think>')[-1] %}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.last and message.reasoning_content %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+
+def test_a_template_that_drops_old_reasoning_costs_the_last_answer_only(tmp_path: Path) -> None:
+    path = write_tiny_model(
+        tmp_path / "thinks.gguf", "qwen3", context_size=4096, metadata={"tokenizer.chat_template": THINKING}
+    )
+    with running_server(path) as server:
+        client = Client(server, "a")
+        for turn in range(3):
+            client.say(f"turn {turn} with some words", 30)
+        for before, now in zip(client.figures, client.figures[1:]):
+            assert now["prefill_reused_tokens"] >= before["prompt_tokens"] - 8
+        plain = Client(server, "b", chat_template_kwargs={"enable_thinking": False})
+        plain.say("hello", 5)
+        told = Client(server, "b")
+        told.say("hello", 5)
+        assert plain.figures[0]["prompt_tokens"] > told.figures[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("architecture", "bos"), [("gemma3", 1), ("qwen2", 0)])
+def test_there_is_one_beginning_of_text_where_the_model_wants_one(tmp_path: Path, architecture: Any, bos: int) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", architecture)
+    for folder in (tmp_path / "kv", tmp_path / "kv"):  # the second time after a restart
+        with running_server(path, folder=folder, context_size=1024) as server:
+            client = Client(server, "a", system="")
+            client.messages = []
+            for turn in range(3):
+                client.say(f"turn {turn}", 4)
+            completion = server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 1})
+            assert completion.status == 200
+            for name in server.engine._sessions.kept:
+                ids = server.engine._sessions._tables[name].ids
+                assert ids.count(server.engine.tokenizer.bos_id) == bos
+                assert not bos or ids[0] == server.engine.tokenizer.bos_id
+
+
+def test_with_a_sliding_window_clients_that_take_turns_say_what_each_says_alone(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "gemma.gguf", "gemma3", context_size=1024, sliding_window=32)
+    lines = ["a first line of some length " * 3, "again " * 9, "and at last"]
+    with running_server(path, context_size=1024) as server:
+        clients = [Client(server, name, system="") for name in "abc"]
+        for client in clients:
+            client.messages = []
+        said = [[client.say(line, 20) for client in clients] for line in lines]
+        undone = Client(server, "a", system="")
+        undone.messages = clients[0].messages[:2]
+        other = undone.say("another way", 20)
+    with running_server(path, context_size=1024, kv_sessions=0) as server:
+        for n, name in enumerate("abc"):
+            client = Client(server, name, system="")
+            client.messages = []
+            assert [client.say(line, 20) for line in lines] == [texts[n] for texts in said]
+        client = Client(server, "a", system="")
+        client.messages = undone.messages[:2]
+        assert client.say("another way", 20) == other
+
+
 def test_nothing_of_another_conversation_is_ever_in_a_reply(tiny: Path) -> None:
     with running_server(tiny) as server:
         with ThreadPoolExecutor(4) as pool:

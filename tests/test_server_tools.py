@@ -160,6 +160,28 @@ def test_structured_outputs_are_valid(client: openai.OpenAI) -> None:
         assert (anything.choices[0].message.content or "").startswith("{")
 
 
+def test_characters_over_several_tokens_arrive_whole_and_cut_ones_once(server: Running) -> None:
+    word = "😀🇯🇵 👩‍🚀 é 한국어 «щ»"
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [word]}}}
+    for max_tokens in (*range(1, 13), 200):
+        fields: dict[str, Any] = {"response_format": form, "logprobs": True, "top_logprobs": 0}
+        whole = server.chat("emoji", max_tokens, **fields).json["choices"][0]
+        raw = b"".join(bytes(token["bytes"]) for token in whole["logprobs"]["content"])
+        text = whole["message"]["content"]
+        assert text == raw.decode("utf-8", "replace")
+        assert text.count("\ufffd") <= 1
+        streamed = server.chat("emoji", max_tokens, stream=True, **fields).events
+        deltas = [event["choices"][0]["delta"].get("content", "") for event in streamed[:-1] if event["choices"]]
+        assert "".join(deltas) == text
+    assert json.loads(text) == word
+
+
+def test_anthropics_structured_outputs_are_valid(claude: anthropic.Anthropic) -> None:
+    config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    got = claude.messages.create(model="tiny", max_tokens=100, messages=[USER], output_config=config)
+    jsonschema.validate(json.loads(got.content[0].text), SCHEMA)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -49,9 +49,10 @@ def make_application(
     api_key: str | None = None,
     origins: Collection[str] = (),
     check_host: bool = True,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Application:
     metrics = Metrics()
-    context = Context(metrics, set())
+    context = Context(metrics, set(), say)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="goinfer-chat", version=__version__)
     _add_errors(app)
     _add_generation(app, models, context)

@@ -89,6 +89,11 @@ def serve(settings: Settings, options: ServeOptions, make_engine: EngineFactory,
             side.line(f"{name}: {info.name} | context {info.context_size:,} | {info.kernels}, {info.threads} threads")
             kept = f" | {info.kept_conversations} back" if info.kept_conversations else ""
             side.line(f"{info.session_reuse}{kept} | up to {options.max_concurrent} at once")
+            if options.max_concurrent > settings.kv_sessions:
+                side.line(
+                    f"{options.max_concurrent} may run at once and {settings.kv_sessions} stay in memory: give each a "
+                    "slot with --kv-sessions"
+                )
             for notice in info.notices:
                 side.line(notice)
         application = make_application(
@@ -97,6 +102,7 @@ def serve(settings: Settings, options: ServeOptions, make_engine: EngineFactory,
             api_key=options.api_key,
             origins=options.origins,
             check_host=options.api_key is None,
+            say=side.line,
         )
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]

@@ -80,5 +80,7 @@ def from_exception(error: BaseException) -> ApiError:
             return ApiError(400, str(error))
         case EngineError():
             return ApiError(503, str(error), retry_after=1)
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply", param="body")
         case _:
             return ApiError(500, "internal error")

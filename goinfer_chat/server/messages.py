@@ -27,6 +27,7 @@ from goinfer_chat.server.common import (
     MAX_TOKENS,
     made,
     read_sampling,
+    read_schema,
     read_speculation,
     read_template_kwargs,
     timings,
@@ -45,7 +46,7 @@ def read_anthropic(body: Fields, models: Models) -> Job:
         raise body.invalid("max_tokens", "is missing")
     stream = body.boolean("stream")
     stops = body.texts("stop_sequences", MAX_STOPS) if body.value("stop_sequences") else ()
-    body.labels("metadata")
+    body.labels("metadata", "cache_control")
     body.only("service_tier", "auto", "standard_only")
     request = _request(body, model, max_tokens=max_tokens, stop=stops)
     body.refuse_others()
@@ -64,6 +65,11 @@ def _request(body: Fields, model: Served, *, max_tokens: int | None = None, stop
     tools = _tools(body)
     choice, parallel = _tool_choice(body, tools)
     kwargs = dict(read_template_kwargs(body))
+    output = body.fields("output_config")
+    schema = None
+    if output is not None:
+        schema = read_schema(output.fields("format"))
+        output.refuse_others()
     thinking = body.fields("thinking")
     if thinking is not None:
         on = thinking.choice("type", "enabled", "disabled", "adaptive")
@@ -76,6 +82,7 @@ def _request(body: Fields, model: Served, *, max_tokens: int | None = None, stop
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=parallel,
+            json_schema=schema,
             sampling=read_sampling(body, model.sampling),
             max_tokens=max_tokens,
             stop=stop,
@@ -241,7 +248,7 @@ class MessageFormat:
                 delta = self._delta({"type": "input_json_delta", "partial_json": call.arguments})
                 return [*opened, delta, *self._close()]
             case Finished(reply=reply):
-                end = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+                end = {"stop_reason": self._stop_reason(reply), "stop_sequence": self._stop_sequence(reply)}
                 return [*self._close(), _event("message_delta", delta=end, usage=_usage(reply))]
             case _:
                 return []
@@ -268,11 +275,21 @@ class MessageFormat:
         return {
             **self._head,
             "content": content,
-            "stop_reason": _stop_reason(reply),
-            "stop_sequence": None,
+            "stop_reason": self._stop_reason(reply),
+            "stop_sequence": self._stop_sequence(reply),
             "usage": _usage(reply),
             "timings": timings(reply),
         }
+
+    def _stop_sequence(self, reply: Reply) -> str | None:
+        return reply.stop_string if reply.stop_string in self._stops else None
+
+    def _stop_reason(self, reply: Reply) -> str:
+        if reply.finish_reason == "length":
+            return "max_tokens"
+        if self._stop_sequence(reply) is not None:
+            return "stop_sequence"
+        return "tool_use" if reply.tool_calls else "end_turn"
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         if self._kind == kind:
@@ -303,12 +320,6 @@ def _input(call: ToolCall) -> Any:
         if isinstance(value, dict):
             return value
     return {"arguments": call.arguments}
-
-
-def _stop_reason(reply: Reply) -> str:
-    if reply.finish_reason == "length":
-        return "max_tokens"
-    return "tool_use" if reply.tool_calls else "end_turn"
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

@@ -44,7 +44,9 @@ _UNCOUNTED_PATHS = frozenset({"/health", "/metrics", "/v1/models"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 4_000_000
+    max_held_bytes: int = 32_000_000
+    """Of all bodies that are in work: as objects they take some ten times as much."""
     max_inflight: int = 64
     body_seconds: float = 20.0
     """In which a body must have come."""
@@ -70,6 +72,7 @@ class Gate:
         self._origins = frozenset(origins)
         self._check_host = check_host
         self.num_inflight = 0
+        self.num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,15 +101,17 @@ class Gate:
             await answer(send, error.status, error.body(scope["path"]), error.headers)
             return
         self.num_inflight += counted
+        body = bytearray()
         try:
-            body = await self._read(receive)
-            await self._app(scope, _replayed(body, receive), send)
+            await self._read(receive, body)
+            await self._app(scope, _replayed(bytes(body), receive), send)
         except ApiError as error:
             await answer(send, error.status, error.body(scope["path"]), {**error.headers, "Connection": "close"})
         except _GoneError:
             pass
         finally:
             self.num_inflight -= counted
+            self.num_held_bytes -= len(body)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> None:
         if self._check_host and _host_name(headers.get(b"host", b"").decode("latin-1")) not in LOOPBACK_NAMES:
@@ -129,20 +134,24 @@ class Gate:
         if not length.isdigit() or int(length[:20]) > self._limits.max_body_bytes:
             raise _too_large(self._limits.max_body_bytes)
 
-    async def _read(self, receive: Receive) -> bytes:
-        """The whole body. Raises ApiError, or _GoneError where the client has left."""
-        body = bytearray()
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """Add the whole body. Raises ApiError, or _GoneError where the client has left."""
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _GoneError
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    body += part
+                    self.num_held_bytes += len(part)
                     if len(body) > self._limits.max_body_bytes:
                         raise _too_large(self._limits.max_body_bytes)
+                    if self.num_held_bytes > max(self._limits.max_held_bytes, self._limits.max_body_bytes):
+                        self._metrics.count("goinfer_rejected_total", full="bytes")
+                        raise ApiError(429, "the requests in work are too large", code="bytes_full", retry_after=1)
                     if not message.get("more_body"):
-                        return bytes(body)
+                        return
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", param="body") from None
 

@@ -75,6 +75,8 @@ class Context:
     metrics: Metrics
     running: set[asyncio.Task[None]]
     """Tasks of answers that are generated: cancelled when the server ends."""
+    say: Callable[[str], None] = lambda line: None
+    """Tells who runs the server, in one line, what its clients are not told."""
     closing: bool = False
 
 
@@ -125,7 +127,7 @@ class Answer(Response):
                 if not self._context.closing:
                     raise
                 raise ApiError(503, "the server is shutting down", retry_after=5) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets to know what it may
             told = from_exception(error)
             if told.code == "queue_full":
                 self._context.metrics.count("goinfer_rejected_total", full="queue")
@@ -134,7 +136,7 @@ class Answer(Response):
             else:
                 await _send(send, job.format.failed(told), last=True)
             if told.status == 500:
-                raise
+                self._context.say(f"{scope['path']}: internal error: {type(error).__name__}: {error}")
 
     @asynccontextmanager
     async def _work(self) -> AsyncIterator[Work]:
