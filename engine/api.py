@@ -134,6 +134,8 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     """Tokens of the reply at most, the end token not counted; None: to the end of the context."""
+    think_tokens: int | None = None
+    """Tokens of reasoning at most: after them a thinking model is made to answer. None: as many as it likes."""
     stop: tuple[str, ...] = ()
     """The reply ends before the first of these, also when it spans tokens."""
     top_logprobs: int | None = None
@@ -149,6 +151,10 @@ class Request:
     def __post_init__(self) -> None:
         _check((self.prompt_ids is None) == bool(self.messages), "a request needs either messages or prompt_ids")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}")
+        _check(
+            self.think_tokens is None or self.think_tokens >= 1,
+            f"think_tokens must be 1 or more, not {self.think_tokens}; enable_thinking False asks for none",
+        )
         _check(all(self.stop), "a stop string must not be empty")
         _check(self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "top_logprobs must be between 0 and 20")
         _check(

@@ -33,7 +33,7 @@ from engine.api import (
 from engine.errors import EngineError
 from engine.kv_cache import BlockTable
 from engine.model import MAX_WANTED
-from engine.reply_plan import ReplyPlan
+from engine.reply_plan import THINK, ReplyPlan
 from engine.reply_text import ReplyText
 from engine.sampler import Sampler, log_probabilities
 from engine.speculate import Speculation, StepTime
@@ -296,6 +296,8 @@ class Generation:
                 break
             if self._follow(token) and not todo:
                 todo = self._next_forced()
+            if self._text.num_thinking == self._request.think_tokens and not todo:
+                todo = self._answer_now()
             if self.finish_reason is None and len(self.ids) == self._end:
                 self._finish("length")
         return taken
@@ -324,6 +326,14 @@ class Generation:
             return []
         self._num_forced += len(forced)
         return forced
+
+    def _answer_now(self) -> list[int]:
+        """What ends the reasoning; where log probabilities are wanted, it is drawn token by token."""
+        closing = self._tokenizer.encode(f"\n{THINK[1]}\n\n", control=True, continues=True)
+        if self._request.top_logprobs is None:
+            return closing
+        self._forced = closing
+        return []
 
     def _describe(self, logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
         def entry(i: int, logprob: float) -> Logprob:

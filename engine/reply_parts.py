@@ -49,6 +49,10 @@ class ReplyParts:
     def in_call(self) -> bool:
         return self._state == "call"
 
+    @property
+    def in_thinking(self) -> bool:
+        return self._state == "thinking"
+
     def push(self, text: str) -> list[Part]:
         """The parts that are decided by now."""
         self._end += len(text)

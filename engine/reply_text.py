@@ -35,6 +35,8 @@ class ReplyText:
         self._text_start: int | None = None  # in characters of all that was decoded
         self._ends: list[int] = []  # characters decoded up to and with each token
         self._call_begun = False
+        self.num_thinking = 0
+        """Tokens taken in while the reply reasons; 0 once it answers."""
 
     @property
     def text(self) -> str:
@@ -54,7 +56,9 @@ class ReplyText:
         marker = self._plan.markers.get(token)
         text = self._decoder.push(token) if marker is None else marker
         self._ends.append((self._ends[-1] if self._ends else 0) + len(text))
-        return self._show(self._parts.push(text))
+        parts = self._parts.push(text)
+        self.num_thinking = self.num_thinking + 1 if self._parts.in_thinking else 0
+        return self._show(parts)
 
     def finish(self, *, whole: bool) -> bool:
         """Nothing follows: what was held back is text after all, a cut character becomes U+FFFD. True when a stop

@@ -185,6 +185,7 @@ class Agent:
             json_schema=None if named else self.schema,
             sampling=settings.sampling,
             max_tokens=settings.max_tokens,
+            think_tokens=settings.think_tokens,
             stop=settings.stop,
             conversation=live.id,
             template_kwargs=_template_kwargs(live) | _thinking(settings),

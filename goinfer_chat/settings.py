@@ -98,14 +98,14 @@ class Settings:
             ("ctx", self.context_size),
             ("threads", self.threads),
             ("max-tokens", self.max_tokens),
+            ("think-tokens", self.think_tokens),
             ("max-steps", self.max_steps),
             ("token-budget", self.token_budget),
         ):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
-        for flag, value in (("history", self.history), ("think-tokens", self.think_tokens)):
-            if value is not None and value < 0:
-                raise UsageError(f"{flag} must be 0 or more, not {value}")
+        if self.history < 0:
+            raise UsageError(f"history must be 0 (keep none) or more, not {self.history}")
         if self.kv_sessions < 0:
             raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
         if self.kv_type not in get_args(KVType):
@@ -309,7 +309,7 @@ SETTINGS: Final = (
     Setting(
         flag="think-tokens",
         parse=optional(parse_int),
-        help="Tokens of reasoning at most; none sets no limit.",
+        help="Tokens of reasoning at most, then the model has to answer; none sets no limit.",
         in_chat=True,
         topic="thinking",
     ),

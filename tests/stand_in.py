@@ -104,7 +104,7 @@ class StandInTokenizer:
     control_ids = frozenset({END, CONTROL})
     notices = ()
 
-    def encode(self, text: str, *, control: bool = False) -> list[int]:
+    def encode(self, text: str, *, control: bool = False, continues: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:

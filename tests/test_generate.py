@@ -12,9 +12,10 @@ from stand_in import CONTROL, END, StandInModel, StandInTokenizer
 
 from engine import generate
 from engine.api import Event, Finished, PrefillProgress, Progress, Reply, Request, SamplingParams, TextDelta, TurnStats
-from engine.errors import EngineError
+from engine.errors import EngineError, UsageError
 from engine.generate import Generation
 from engine.kv_cache import KVPool
+from engine.reply_plan import ReplyPlan
 from engine.sessions import Sessions
 from engine.step import PrefillPace, step
 from engine.stop_strings import StopStrings
@@ -426,3 +427,51 @@ def test_a_pace_learns_how_many_rows_fit_its_time() -> None:
     pace.measured(20, 0.5)
     assert pace.rows(10_000) == 8
     assert pace.rows(3) == 3
+
+
+# Reasoning
+
+
+def thought(think_tokens: int | None, **settings: object) -> Reply:
+    """The reply of a model that thinks without end, and of which the prompt has begun to."""
+    bench = Bench(lambda position: ord("a"))
+    request = Request(
+        prompt_ids=PROMPT, max_tokens=40, sampling=GREEDY, think_tokens=think_tokens, **settings.pop("request", {})
+    )
+    generation = Generation(
+        request,
+        PROMPT,
+        bench.sessions.begin(request.conversation, PROMPT),
+        StandInTokenizer(),
+        seed=0,
+        context_size=bench.context_size,
+        submitted=0.0,
+        plan=ReplyPlan(thinks=True, thinking=True),
+        **settings,
+    )
+    events = list(run(generation, bench.model, bench.sessions, bench.pace, bench.cancelled))
+    bench.check_ids(generation)
+    return finished(events)
+
+
+def test_a_budget_of_reasoning_makes_the_model_answer() -> None:
+    assert thought(None).thinking == "a" * 40
+    for budget in (1, 7, 20):
+        reply = thought(budget)
+        closing = len("\n</think>\n\n")
+        assert (reply.thinking, reply.text) == ("a" * budget, "a" * (40 - closing - budget))
+        assert bytes(reply.ids) == b"a" * budget + b"\n</think>\n\n" + b"a" * (40 - closing - budget)
+
+
+def test_a_budget_of_reasoning_gives_the_same_reply_with_log_probabilities() -> None:
+    for budget in (1, 4, 7, 20):
+        plain = thought(budget)
+        told = thought(budget, request={"top_logprobs": 1})
+        assert told.ids == plain.ids
+        assert told.logprobs is not None
+        assert len(told.logprobs) == len(told.ids)
+
+
+def test_a_budget_of_reasoning_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="think_tokens must be 1 or more, not 0"):
+        Request(prompt_ids=PROMPT, think_tokens=0)

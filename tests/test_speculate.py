@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from loop import run
 from stand_in import END, VOCAB, StandInModel
-from test_generate import Bench, after_steps, finished, says
+from test_generate import Bench, after_steps, finished, says, thought
 from tiny_models import write_tiny_model
 
 from engine import generate, load
@@ -553,3 +553,11 @@ def test_the_default_model_says_and_keeps_the_same(temperature: float, model_pat
             reply = assert_same_two_turns(engine, request, engine.tokenizer.encode(" and"))
             accepted += reply.stats.draft_accepted or 0
         assert accepted > 15
+
+
+def test_a_budget_of_reasoning_gives_the_same_reply_with_guesses() -> None:
+    for budget in (1, 4, 7, 20):
+        speculation = Speculation(History(), Cheap(), frozenset({END}))
+        guessed = thought(budget, speculation=speculation)
+        assert guessed.ids == thought(budget).ids
+        assert guessed.stats.draft_accepted
