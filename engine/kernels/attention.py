@@ -31,11 +31,16 @@ def _floats(b: KernelBuilder, base: Value, narrow: bool, *offsets: Value | int) 
     return b.halves(base, *offsets) if narrow else b.read(VF, base, *offsets)
 
 
+def _fetched(b: KernelBuilder, following: Value, here: Value, first: Value) -> Value:
+    """What a tile of queries prefetches: the first what follows, the others what is there already."""
+    return b.select(b.icmp_signed("==", first, I64(0)), following, here)
+
+
 def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
     """out[i][0..63] = query i . 64 keys, for `count` queries given by their addresses; out rows are PART floats apart.
 
     Keys are [dim][64], f16, or f32 when they were widened once for many queries. Each sum runs over dim in ascending
-    order. `following` is what is read next: with few queries the time is that of reading, so as much is fetched there.
+    order. `following` is the f16 block that is read next. It is prefetched while the first queries are multiplied.
     """
     size = 2 if narrow else 4
 
@@ -47,10 +52,10 @@ def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
         def body(num: int, first: Value) -> None:
             q = [b.pointer(b.read(I64, queries, b.times(b.sum(first, t), 8))) for t in range(num)]
             sums = [b.variables(4, fill(VF, 0.0)) for _ in range(num)]
+            fetched = _fetched(b, following, keys, first)
             with b.loop(dim) as d:
-                if narrow:
-                    for line in range(0, BLOCK * size, 64):
-                        b.prefetch(b.at(following, b.times(d, BLOCK * size), line))
+                for line in (0, 64):
+                    b.prefetch(b.at(fetched, b.times(d, 128), line))
                 row = [_floats(b, keys, narrow, b.times(d, BLOCK * size), 16 * size * c) for c in range(4)]
                 for query, slots in zip(q, sums, strict=True):
                     x = b.broadcast(F32, query, b.times(d, 4))
@@ -86,10 +91,11 @@ def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
             def columns(width: int, vector: Value) -> None:
                 at = b.times(vector, 64)
                 sums = [[b.variable(b.read(VF, s, at, 64 * c)) for c in range(width)] for s in state]
+                fetched = _fetched(b, b.at(following, b.times(vector, BLOCK * 32)), values, first)
                 with b.loop(positions) as p:
+                    for line in range(width // 2):
+                        b.prefetch(b.at(fetched, b.times(p, 32 * width), 64 * line))
                     row = b.times(b.times(p, dim), size), b.times(vector, 16 * size)
-                    for line in range(0, 16 * size * width if narrow else 0, 64):
-                        b.prefetch(b.at(following, *row, line))
                     v = [_floats(b, values, narrow, *row, 16 * size * c) for c in range(width)]
                     for w, slots in zip(weight, sums, strict=True):
                         x = b.broadcast(F32, w, b.times(p, 4))
