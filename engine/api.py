@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, get_args
 
 from engine.errors import UsageError
 
-FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "dropped"]
 """`stop`: an end token or a stop string. `length`: max_tokens, or the context is full. `cancelled`: Request.cancel.
-`tool_calls`: the reply ended by itself and calls tools."""
+`tool_calls`: the reply ended by itself and calls tools. `dropped`: the stream of a server broke off."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -218,17 +218,18 @@ class TokenLogprobs:
 class TurnStats:
     """The figures of one request, under the names used everywhere (docs/cli.md). None is "not known", never 0."""
 
-    prompt_tokens: int
-    prefill_reused_tokens: int
-    prefill_tokens: int
-    completion_tokens: int = 0
+    prompt_tokens: int | None
+    prefill_reused_tokens: int | None
+    prefill_tokens: int | None
+    completion_tokens: int | None = 0
     ttft_ms: float | None = None
     """From submit to the first token known."""
     prefill_tok_s: float | None = None
     decode_tok_s: float | None = None
-    context_used: int = 0
+    context_used: int | None = 0
     context_size: int = 0
-    kv_bytes: int = 0
+    """0 where it is not known."""
+    kv_bytes: int | None = 0
     seed: int | None = None
     forced_tokens: int | None = None
     """Tokens of the reply that a grammar left no choice about; None where it was held to none."""
@@ -339,6 +340,7 @@ class ModelInfo:
     architecture: str
     quantization: str
     num_parameters: int
+    """0 where it is not known: of this and the sizes below a server tells few, and a model has none that is 0."""
     num_layers: int
     vocab_size: int
     context_size: int
