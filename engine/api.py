@@ -277,7 +277,8 @@ class Reply:
     def as_message(self) -> Message:
         """What goes into the conversation for it."""
         calls = tuple(call.as_json() for call in self.tool_calls)
-        return Message(role="assistant", content=self.text, thinking=self.thinking, ids=self.ids, tool_calls=calls)
+        ids = self.ids or None  # a server tells none
+        return Message(role="assistant", content=self.text, thinking=self.thinking, ids=ids, tool_calls=calls)
 
 
 @dataclass(frozen=True, slots=True)

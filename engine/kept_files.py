@@ -222,7 +222,7 @@ class KeptFiles:
 
     def learn(self, stats: TurnStats) -> None:
         """How fast prompts are read, for saying what a resume has saved."""
-        self._speed.learn(stats.prefill_tokens, stats.prefill_tok_s)
+        self._speed.learn(stats.prefill_tokens or 0, stats.prefill_tok_s)
 
     def forget(self, conversation: str) -> None:
         """Let go of a conversation's file, and leave it as it is."""

@@ -145,7 +145,7 @@ class Agent:
                 match event:
                     case TextDelta():
                         draft.add(event.text)
-                    case Finished(reply=reply) if reply.finish_reason != "cancelled" or reply.ids:
+                    case Finished(reply=reply) if reply.finish_reason != "cancelled" or reply.ids or reply.text:
                         self._now_read(live)
                         late = draft.error
                         stored = draft.finish(reply.as_message(), finish_reason=reply.finish_reason, stats=reply.stats)
@@ -199,7 +199,7 @@ class Agent:
         """Put it into the next message. Returns its tokens. Raises UsageError where the context has no room for it."""
         num_tokens = self.count_text(attachment.text)
         context_size = self.engine.info.context_size
-        if num_tokens > context_size:
+        if num_tokens > context_size > 0:
             raise UsageError(
                 f"{attachment.name} has {num_tokens:,} tokens, and the context {context_size:,}; take fewer lines"
             )
@@ -379,7 +379,7 @@ class Agent:
         replies = [stored for stored in live.path() if stored.model == self.model.identity and stored.stats]
         if not replies or not self.conversations.store.has_kv_set_aside(live.id):
             return 0
-        return replies[-1].stats.context_used if replies[-1].stats else 0
+        return (replies[-1].stats.context_used or 0) if replies[-1].stats else 0
 
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.api import Engine
@@ -15,6 +16,10 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
 
     `kv_folder`: where it keeps conversations' caches as files, if it does.
     """
+    if (settings.backend == "remote") != (settings.base_url is not None):
+        raise UsageError("--backend remote needs --base-url URL, and --base-url needs --backend remote")
+    if settings.base_url is not None:
+        return connect(settings, settings.base_url)
     side = Stream(None) if settings.quiet else side
     path = find_model(settings.model, side)
     draft = None if settings.draft is None else find_model(settings.draft, side)
@@ -47,6 +52,16 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
         ) from error
     finally:
         side.clear_status()
+
+
+def connect(settings: Settings, base_url: str) -> Engine:
+    """The model of a server. Raises UsageError or EngineError."""
+    from engine.remote import RemoteEngine
+    from goinfer_chat.keys import api_key
+
+    # The default model is ours: a server that has one model need not be told which.
+    model = None if settings.model == Settings().model else settings.model
+    return RemoteEngine.connect(base_url, model, api_key=api_key(base_url, os.environ))
 
 
 def find_model(model: str, side: Stream) -> Path:

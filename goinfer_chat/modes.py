@@ -87,7 +87,7 @@ def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, con
     """The engine for these settings, and those that may follow; progress goes to `side`."""
     return Engines(
         load=lambda chosen: make_engine(chosen, side, conversations.kv_folder),
-        find=lambda chosen: find_model(chosen.model, Stream(None) if chosen.quiet else side),
+        find=lambda chosen: chosen.base_url or find_model(chosen.model, Stream(None) if chosen.quiet else side),
         settings=settings,
     )
 

@@ -66,13 +66,13 @@ class TurnFigures:
     @property
     def context_used(self) -> int:
         if self.stats is not None:
-            return self.stats.context_used
+            return self.stats.context_used or 0
         return self.prefill.done if self.prefill is not None else 0
 
     @property
     def kv_bytes(self) -> int:
         if self.stats is not None:
-            return self.stats.kv_bytes
+            return self.stats.kv_bytes or 0
         return self.context_used * self.kv_bytes_per_token
 
     def prefill_rate(self) -> float | None:
@@ -118,7 +118,7 @@ def _now(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
     if stats is not None:
         if stats.decode_tok_s is not None:
             yield (Run(f"{stats.decode_tok_s:.1f} tok/s", DIM),)
-        yield (Run(f"{stats.completion_tokens:,} tokens", DIM),)
+        yield (Run(f"{stats.completion_tokens or 0:,} tokens", DIM),)
         if stats.ttft_ms is not None:
             yield (Run(f"TTFT {stats.ttft_ms:,.0f} ms", DIM),)
         if stats.acceptance is not None:
@@ -188,7 +188,7 @@ def _rows(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
     if figures.replying and stats is not None:
         rate = "" if stats.decode_tok_s is None else f"{stats.decode_tok_s:.1f} tok/s"
         ttft = "" if stats.ttft_ms is None else f"TTFT {stats.ttft_ms:,.0f} ms"
-        yield _fitted("reply", columns, (), rate, f"{stats.completion_tokens:,} tokens", ttft)
+        yield _fitted("reply", columns, (), rate, f"{stats.completion_tokens or 0:,} tokens", ttft)
     running = [tool for tool in figures.tools.values() if tool.seconds is None]
     ended = [tool for tool in figures.tools.values() if tool.seconds is not None]
     for tool in [*running, *ended[-3:]]:

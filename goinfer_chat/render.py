@@ -204,7 +204,7 @@ class JsonView:
 
 def closing_line(reply: Reply) -> str:
     """What stands below a reply."""
-    if reply.finish_reason == "cancelled" and not reply.ids:
+    if reply.finish_reason == "cancelled" and not (reply.ids or reply.text):
         return "stopped before the reply began; the message was not kept"
     return stats_line(reply)
 
@@ -226,9 +226,7 @@ def prefill_line(progress: PrefillProgress) -> str:
 def stats_line(reply: Reply) -> str:
     """The figures of a turn on one line; what is not known is left out."""
     stats = reply.stats
-    parts = [
-        f"prompt {stats.prompt_tokens:,} ({stats.prefill_reused_tokens:,} reused, {stats.prefill_tokens:,} prefilled)"
-    ]
+    parts = [prompt_figures(stats)] if stats.prompt_tokens is not None else []
     if stats.ttft_ms is not None:
         parts.append(f"TTFT {stats.ttft_ms:,.0f} ms")
     if stats.decode_tok_s is not None:
@@ -237,10 +235,19 @@ def stats_line(reply: Reply) -> str:
         parts.append(f"{stats.draft_accepted or 0:,} of {stats.draft_tokens:,} guesses right")
     if reply.finish_reason == "cancelled":
         parts.append("stopped")
+    if reply.finish_reason == "dropped":
+        parts.append("cut: the connection broke off")
     if reply.finish_reason == "length":
-        full = stats.context_used >= stats.context_size > 0
+        full = (stats.context_used or 0) >= stats.context_size > 0
         parts.append("cut: the context is full" if full else "cut at --max-tokens")
     return " | ".join(parts)
+
+
+def prompt_figures(stats: TurnStats) -> str:
+    """Such as "prompt 65 (47 reused, 18 prefilled)"; a server may tell only some of it."""
+    counts = ((stats.prefill_reused_tokens, "reused"), (stats.prefill_tokens, "prefilled"))
+    known = ", ".join(f"{count:,} {what}" for count, what in counts if count is not None)
+    return f"prompt {stats.prompt_tokens or 0:,} ({known or 'what is reused is not told'})"
 
 
 def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
@@ -248,6 +255,11 @@ def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
 
     Each has as many parts as fit into `columns`, but notices are whole.
     """
+    if info.backend == "remote":
+        return [
+            _fitting([f"{info.name} on {info.kernels}", *_context(info)], columns),
+            f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else _fitting(_KEYS, columns, mark=""),
+        ]
     size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
     threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
     facts = f" ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}"
@@ -261,6 +273,10 @@ def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
         *([f"{kept} | {cache}" if beside else kept] if kept else []),
         f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else " | ".join([*below, _keys(columns, below)]),
     ]
+
+
+def _context(info: ModelInfo) -> list[str]:
+    return [f"context {info.context_size:,}"] if info.context_size else []
 
 
 _KEYS: Final = ("/help lists the commands", "; Ctrl-C stops a reply", ", Ctrl-D ends")

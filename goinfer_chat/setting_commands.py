@@ -85,14 +85,18 @@ def _params(agent: Agent, _argument: str) -> Outcome:
     rows = [(setting.flag, _value(agent, setting)) for setting in _IN_CHAT]
     rows += [
         ("system", agent.settings.system or "none"),
-        ("model", f"{info.name} ({info.architecture}, {info.quantization}, {info.num_parameters:,} parameters)"),
-        ("context", f"{used:,} of {info.context_size:,} tokens used"),
-        ("cache", _cache(info, used)),
+        ("model", info.name + (_facts(info) if info.num_parameters else "")),
+        ("context", f"{used:,} of {info.context_size:,} tokens used" if info.context_size else f"{used:,} tokens used"),
+        *([("cache", _cache(info, used))] if info.kv_bytes_per_token else []),
         ("conversation", called(agent)),
-        ("engine", f"{info.backend}, {info.kernels}, {info.threads} threads"),
+        ("engine", f"{info.backend}, {info.kernels}" + (f", {info.threads} threads" if info.threads else "")),
     ]
     width = max(len(name) for name, _ in rows)
     return Outcome("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def _facts(info: ModelInfo) -> str:
+    return f" ({info.architecture}, {info.quantization}, {info.num_parameters:,} parameters)"
 
 
 def _cache(info: ModelInfo, used: int) -> str:

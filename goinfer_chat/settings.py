@@ -25,7 +25,7 @@ from goinfer_chat.values import (
 )
 
 ENVIRONMENT_PREFIX: Final = "GOINFER_CHAT_"
-BACKENDS: Final = ("cpu",)
+BACKENDS: Final = ("cpu", "remote")
 SPECULATION: Final = ("auto", *get_args(SpeculationMode))
 Keys = Literal["emacs", "vi"]
 Think = Literal["auto", "on", "off"]
@@ -39,6 +39,7 @@ class Settings:
 
     model: str = "smollm2-135m"
     backend: str = "cpu"
+    base_url: str | None = None
     system: str | None = None
     context_size: int | None = None
     threads: int | None = None
@@ -216,6 +217,13 @@ SETTINGS: Final = (
         parse=true_text,
         help=f"What computes: {', '.join(BACKENDS)}.",
         argument="NAME",
+        topic="model",
+    ),
+    Setting(
+        flag="base-url",
+        parse=true_text,
+        help="Address of a server, such as http://127.0.0.1:8000/v1.",
+        argument="URL",
         topic="model",
     ),
     Setting(flag="system", parse=true_text, help="System prompt.", argument="TEXT", topic="conversations"),

@@ -23,8 +23,8 @@ def stats_panel(turns: Sequence[TurnStats], columns: int) -> str:
     rows = [
         _chart("TTFT", [turn.ttft_ms for turn in turns], room, "{:,.0f} ms"),
         _shares(turns, room),
-        _chart("reused", [float(turn.prefill_reused_tokens) for turn in turns], room, "{:,.0f}"),
-        _chart("prefilled", [float(turn.prefill_tokens) for turn in turns], room, "{:,.0f}"),
+        _chart("reused", [turn.prefill_reused_tokens for turn in turns], room, "{:,.0f}"),
+        _chart("prefilled", [turn.prefill_tokens for turn in turns], room, "{:,.0f}"),
         _chart("tok/s", [turn.decode_tok_s for turn in turns], room, "{:.1f}"),
         _chart("acceptance", [turn.acceptance for turn in turns], room, "{:.0%}"),
     ]
@@ -49,16 +49,16 @@ class Totals:
 
 
 def totals_of(turns: Sequence[TurnStats]) -> Totals:
-    timed = [(turn.prefill_tokens, turn.prefill_tok_s) for turn in turns if turn.prefill_tok_s]
+    timed = [(turn.prefill_tokens, turn.prefill_tok_s) for turn in turns if turn.prefill_tokens and turn.prefill_tok_s]
     seconds = sum(tokens / rate for tokens, rate in timed)
     read = sum(tokens for tokens, _ in timed)
-    reused = sum(turn.prefill_reused_tokens for turn in turns)
+    reused = sum(turn.prefill_reused_tokens or 0 for turn in turns)
     guessed = [turn.draft_tokens for turn in turns if turn.draft_tokens is not None]
     return Totals(
-        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        prompt_tokens=sum(turn.prompt_tokens or 0 for turn in turns),
         reused_tokens=reused,
-        read_tokens=sum(turn.prefill_tokens for turn in turns),
-        reply_tokens=sum(turn.completion_tokens for turn in turns),
+        read_tokens=sum(turn.prefill_tokens or 0 for turn in turns),
+        reply_tokens=sum(turn.completion_tokens or 0 for turn in turns),
         saved_seconds=reused * seconds / read if read else None,
         guessed=sum(guessed) if guessed else None,
         right=sum(turn.draft_accepted or 0 for turn in turns),
@@ -77,9 +77,10 @@ def _totals(totals: Totals, turns: Sequence[TurnStats]) -> list[str]:
     if totals.guessed:
         right = f"{totals.right:,} of {totals.guessed:,} right ({totals.right / totals.guessed:.0%})"
         lines.append(f"{'guesses':<{_LABEL}}{right}")
-    if last.context_size:
+    if last.context_size and last.context_used is not None:
         used = f"{last.context_used:,} of {last.context_size:,} ({last.context_used / last.context_size:.0%})"
-        lines.append(f"{'context':<{_LABEL}}{used}, cache {size(last.kv_bytes)}")
+        cache = "" if last.kv_bytes is None else f", cache {size(last.kv_bytes)}"
+        lines.append(f"{'context':<{_LABEL}}{used}{cache}")
     return lines
 
 
@@ -101,7 +102,13 @@ def _step(value: float, top: float) -> str:
 
 def _shares(turns: Sequence[TurnStats], room: int) -> str:
     """How much of each prompt was reused: the fuller, the less was read."""
-    shares = [turn.prefill_reused_tokens / max(turn.prompt_tokens, 1) for turn in turns]
+    shares = [
+        turn.prefill_reused_tokens / max(turn.prompt_tokens, 1)
+        for turn in turns
+        if turn.prefill_reused_tokens is not None and turn.prompt_tokens is not None
+    ]
+    if not shares:
+        return ""
     bars = "".join(_step(share, 1.0) for share in shares[-room:])
     values = " / ".join(f"{share:.0%}" for share in (min(shares), max(shares), shares[-1]))
     return f"{'reused, %':<{_LABEL}}{bars:<{room}}  {values}"

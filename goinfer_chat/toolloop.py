@@ -88,8 +88,8 @@ class ToolLoop:
         self.cost = Cost(
             steps=self.cost.steps + 1,
             calls=self.cost.calls + len(reply.tool_calls),
-            read_tokens=self.cost.read_tokens + reply.stats.prefill_tokens,
-            written_tokens=self.cost.written_tokens + reply.stats.completion_tokens,
+            read_tokens=self.cost.read_tokens + (reply.stats.prefill_tokens or 0),
+            written_tokens=self.cost.written_tokens + (reply.stats.completion_tokens or 0),
         )
 
     # -- the calls of one reply ----------------------------------------------------------------------------------------

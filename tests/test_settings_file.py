@@ -121,7 +121,7 @@ def test_the_template_changes_nothing_and_names_every_key(file: Path) -> None:
 def test_each_line_of_the_template_that_gives_a_default_can_be_taken_as_it_is(file: Path) -> None:
     settings = template().partition("\n# goinfer-chat --profile")[0]
     lines = [line[2:] for line in settings.splitlines() if line.startswith("# ") and " = " in line]
-    named = ('"FILE"', '"DIR"', '"TEXT"', '"MODEL"', '"COMMAND"')
+    named = ('"FILE"', '"DIR"', '"TEXT"', '"MODEL"', '"URL"', '"COMMAND"')
     real = [line for line in lines if line.split(" = ")[1] not in named]
     assert len(real) > 20
     assert from_file(file, "\n".join(real)) == Settings(config=str(file))

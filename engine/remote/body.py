@@ -14,6 +14,8 @@ from typing import Any
 from engine.api import Message, NamedTool, Request, SamplingParams
 
 _DEFAULTS = SamplingParams()
+_OURS = ("date_string",)
+"""A server tells its templates the day itself."""
 
 
 def body_of(request: Request, model: str) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def body_of(request: Request, model: str) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
     }
-    optional = {
+    optional: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "stop": list(request.stop) or None,
         "seed": sampling.seed,
@@ -45,7 +47,7 @@ def body_of(request: Request, model: str) -> dict[str, Any]:
         "top_k": sampling.top_k if sampling.top_k != _DEFAULTS.top_k else None,
         "min_p": sampling.min_p or None,
         "repeat_penalty": sampling.repeat_penalty if sampling.repeat_penalty != 1 else None,
-        "chat_template_kwargs": dict(request.template_kwargs) or None,
+        "chat_template_kwargs": {k: v for k, v in request.template_kwargs.items() if k not in _OURS} or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     extra = {name: value for name, value in extra.items() if value is not None}

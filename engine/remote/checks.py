@@ -37,13 +37,15 @@ def problem_of_text(request: Request, text: str) -> str | None:
 
 def _problem(text: str, schema: Mapping[str, Any] | bool) -> str | None:
     from jsonschema import Draft202012Validator, SchemaError
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return f"no JSON ({error})"
     try:
-        error = next(iter(Draft202012Validator(schema).iter_errors(value)), None)
-    except (SchemaError, RecursionError, ValueError) as problem:
+        wrong = next(iter(Draft202012Validator(schema, registry=Registry()).iter_errors(value)), None)
+    except (SchemaError, Unresolvable, RecursionError, ValueError) as problem:
         return f"the schema cannot be checked ({problem})"
-    return None if error is None else " ".join(error.message.split())[:200]
+    return None if wrong is None else " ".join(wrong.message.split())[:200]

@@ -104,8 +104,9 @@ class RemoteEngine:
             kv_bytes_per_token=0,
             weight_bytes=0,
             backend="remote",
-            kernels=f"server {self._host}",
+            kernels=self._host,
             threads=0,
+            identity=f"remote {client.base_url} {_string(found, 'id')}",
         )
 
     # -- the protocol --------------------------------------------------------------------------------------------------

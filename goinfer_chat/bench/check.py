@@ -79,7 +79,7 @@ class Check:
         info, stats = self.info, self.long.reply.stats
         assert stats.ttft_ms is not None
         peak = "" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:,.0f} MB at most: "
-        kv = f"{stats.kv_bytes / 1e6:,.0f} MB of keys and values of {stats.context_used:,} tokens"
+        kv = f"{(stats.kv_bytes or 0) / 1e6:,.0f} MB of keys and values of {stats.context_used:,} tokens"
         first = f"{stats.ttft_ms / 1e3:.2f} s for a prompt of {self.num_words:,} words, {stats.prompt_tokens:,} tokens"
         prefill_rate = "" if stats.prefill_tok_s is None else f" ({stats.prefill_tok_s:,.0f} tok/s)"
         decode_rate = "" if stats.decode_tok_s is None else f"{stats.decode_tok_s:.1f} tok/s"
@@ -175,6 +175,7 @@ def prefill_phase(long: Answer, work: Work, peaks: Peaks, bandwidth: float) -> P
     """Of a prompt read from an empty cache: each chunk reads all weights."""
     stats = long.reply.stats
     count, rate = stats.prefill_tokens, stats.prefill_tok_s
+    assert count is not None
     assert rate is not None
     products = work.matrices(count, 1).plus(work.prompt_attention(count))
     seconds = count / rate
@@ -187,6 +188,7 @@ def prefill_phase(long: Answer, work: Work, peaks: Peaks, bandwidth: float) -> P
 def decode_phase(long: Answer, work: Work, peaks: Peaks, bandwidth: float) -> Phase:
     """Of tokens drawn one by one behind the prompt."""
     stats = long.reply.stats
+    assert stats.prompt_tokens is not None
     assert stats.decode_tok_s is not None
     products = work.matrices(1, 1)
     num_bytes = work.weight_bytes + work.kv_bytes(stats.prompt_tokens)

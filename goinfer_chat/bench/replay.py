@@ -234,7 +234,7 @@ class Replay:
         answer = ask(self._engine, self._request(t))
         stats, prompt_ids = answer.reply.stats, answer.reply.prompt_ids
         assert stats.ttft_ms is not None
-        turn.counts.add((stats.prompt_tokens, stats.prefill_reused_tokens, stats.prefill_tokens))
+        turn.counts.add((stats.prompt_tokens or 0, stats.prefill_reused_tokens or 0, stats.prefill_tokens or 0))
         turn.wall.append(answer.seconds * 1e3)
         turn.ttft.append(stats.ttft_ms)
         if stats.restore_ms is not None:

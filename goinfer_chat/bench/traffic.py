@@ -183,7 +183,7 @@ def _total(counts: Sequence[int | None]) -> int | None:
 
 def _tokens_per_step(stats: Sequence[TurnStats]) -> float | None:
     """Over replies of different lengths: all tokens over all steps."""
-    known = [(s.completion_tokens, s.tokens_per_step) for s in stats if s.tokens_per_step]
+    known = [(s.completion_tokens, s.tokens_per_step) for s in stats if s.completion_tokens and s.tokens_per_step]
     return sum(n for n, _ in known) / sum(n / rate for n, rate in known) if known else None
 
 

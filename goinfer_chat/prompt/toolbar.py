@@ -65,7 +65,8 @@ def toolbar(agent: Agent, columns: int) -> StyleAndTextTuples:
         left -= len(name) + len(label)
     info = agent.engine.info
     used = (agent.live.info.context_tokens if agent.live else None) or 0
-    rest = f"| {used:,} of {info.context_size:,} tokens | {called(agent)}"
+    of_size = f" of {info.context_size:,}" if info.context_size else ""
+    rest = f"| {used:,}{of_size} tokens | {called(agent)}"
     parts.append(("class:bottom-toolbar.text", _cut(sanitize(rest, terminal=True).replace("\n", " "), left)))
     return parts
 
