@@ -215,16 +215,16 @@ def read_speculation(body: Fields, default: SpeculationMode | None) -> Speculati
 def usage(replies: Sequence[Reply], *, one_prompt: bool = True) -> dict[str, Any]:
     """Tokens of an answer, in OpenAI's words and ours. A prompt that several choices share counts once."""
     prompts = [reply.stats for reply in (replies[:1] if one_prompt else replies)]
-    prompt = sum(stats.prompt_tokens for stats in prompts)
-    reused = sum(stats.prefill_reused_tokens for stats in prompts)
-    completion = sum(reply.stats.completion_tokens for reply in replies)
+    prompt = sum(stats.prompt_tokens or 0 for stats in prompts)
+    reused = sum(stats.prefill_reused_tokens or 0 for stats in prompts)
+    completion = sum(reply.stats.completion_tokens or 0 for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": reused},
         "prefill_reused_tokens": reused,
-        "prefill_tokens": sum(stats.prefill_tokens for stats in prompts),
+        "prefill_tokens": sum(stats.prefill_tokens or 0 for stats in prompts),
     }
 
 

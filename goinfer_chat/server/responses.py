@@ -391,6 +391,6 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": stats.prefill_reused_tokens},
         "output_tokens": stats.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+        "total_tokens": (stats.prompt_tokens or 0) + (stats.completion_tokens or 0),
         "prefill_reused_tokens": stats.prefill_reused_tokens,
     }
