@@ -56,14 +56,14 @@ class LiveView:
         theme: Theme,
         info: ModelInfo,
         *,
-        size: PanelSize = "line",
+        size: Callable[[], PanelSize] = lambda: "line",
         raw: bool = False,
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """On a screen that `moves`."""
+        """On a screen that `moves`; `size` is asked for each frame."""
         self._region = LiveRegion(screen, theme)
-        self._size: PanelSize = "off" if quiet else size
+        self._size = size
         self._quiet = quiet
         self._clock = clock
         self._reply: ReplyStream = RawStream() if raw else MarkdownStream(keep_marks=not theme.has_styles)
@@ -191,9 +191,9 @@ class LiveView:
 
     def _panel(self, columns: int, max_rows: int) -> list[Line]:
         """At most half of the screen. What is done at once shows none: it would only flicker."""
-        now = self._clock()
-        if self._size == "off" or now - self._figures.started < PROGRESS_AFTER_SECONDS or not max_rows:
+        now, size = self._clock(), self._size()
+        if size == "off" or self._quiet or now - self._figures.started < PROGRESS_AFTER_SECONDS or not max_rows:
             return []
-        if self._size == "line":
+        if size == "line":
             return [figures_line(self._figures, columns, now)]
         return figures_panel(self._figures, columns, max(max_rows // 2, 1), now)

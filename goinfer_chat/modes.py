@@ -125,8 +125,12 @@ class PromptViews:
         from goinfer_chat.themes import theme_for
 
         theme = theme_for(settings.theme, os.environ)
-        info, size = self._agent.engine.info, settings.panel or "line"
-        return LiveView(screen, theme, info, size=size, raw=settings.raw, quiet=settings.quiet)
+        info = self._agent.engine.info
+        return LiveView(screen, theme, info, size=self._size, raw=settings.raw, quiet=settings.quiet)
+
+    def _size(self) -> PanelSize:
+        """That of the moment: F2 works during a reply too."""
+        return self._agent.settings.panel or "line"
 
     def keep(self) -> None:
         """Remember the size of the panel, if another one was chosen here."""

@@ -128,8 +128,8 @@ class Repl:
         return not outcome.quit
 
     def _ask(self, ask: Ask) -> None:
-        with self._editor.marking_pastes():
-            play_turn(self._agent, ask, self._make_view())
+        with self._editor.during_reply() as take_keys:
+            play_turn(self._agent, ask, self._make_view(), take_keys)
 
     def _copy(self, text: str) -> None:
         screen, characters = self._screen, counted(len(text), "character")

@@ -32,8 +32,8 @@ class Played:
     exit_code: int
 
 
-def play_turn(agent: Agent, ask: Ask, view: View) -> Played:
-    """Show a turn. Ctrl-C stops it and keeps what was said: see `finish_reason`.
+def play_turn(agent: Agent, ask: Ask, view: View, take_keys: Callable[[], None] = lambda: None) -> Played:
+    """Show a turn. Ctrl-C stops it and keeps what was said: see `finish_reason`. `take_keys` is called now and then.
 
     Raises what Agent.ask raises; KeyboardInterrupt when Ctrl-C comes again PATIENCE_SECONDS after the first and
     the engine still has not stopped; OutputError when a stream cannot be written to.
@@ -48,6 +48,7 @@ def play_turn(agent: Agent, ask: Ask, view: View) -> Played:
             closing(events_of(agent, ask, cancel)) as events,
         ):
             for event in events:
+                take_keys()
                 if suspended.wanted:
                     view.pause()
                     suspended()

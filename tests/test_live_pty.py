@@ -15,7 +15,7 @@ import pytest
 from pty_terminal import Terminal
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
-ENTER, CTRL_D, F2 = "\r", "\x04", "\x1bOQ"
+ENTER, CTRL_C, CTRL_D, F2 = "\r", "\x03", "\x04", "\x1bOQ"
 ODD = "❤️ 👩‍🚀 日本語 🇯🇵 e\u0301"
 EDGES = "│┌├└"
 
@@ -177,7 +177,20 @@ def test_a_key_pressed_during_a_reply_waits_for_the_prompt(start: Start) -> None
     terminal = start(["one ", "two ", "three"], delay=0.3)
     ask(terminal)
     terminal.wait("one")
-    terminal.send(F2 + "typed")
-    answered_line = "one two three"
-    terminal.wait(answered_line)
+    terminal.send("typed")
+    terminal.wait("one two three")
+    terminal.wait("> typed")
+
+
+def test_f2_works_during_a_reply_too(start: Start) -> None:
+    terminal = start([f"word{number} " for number in range(100)], delay=0.05)
+    ask(terminal)
+    terminal.wait("╭─ replying")
+    terminal.send("ty" + F2 + "ped")
+    terminal.wait(lambda: "╭" not in terminal.text and "word" in terminal.text)
+    assert "word99" not in terminal.text
+    terminal.send(F2)
+    terminal.wait("tok/s | ")
+    assert "word99" not in terminal.text
+    terminal.send(CTRL_C)
     terminal.wait("> typed")

@@ -75,7 +75,7 @@ def test_the_figures_are_below_the_reply_while_it_runs(turn: Any) -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [("off", 1), ("line", 2), ("panel", 6)])
 def test_the_panel_has_three_sizes(turn: Any, size: str, rows: int) -> None:
-    running = turn(size=size)
+    running = turn(size=lambda: size)
     running.play(PrefillProgress(3, 3, 0), TextDelta("Hello"), Progress(STATS))
     assert len(running.screen.lines) == rows
     running.play(Finished(reply()))
@@ -83,7 +83,7 @@ def test_the_panel_has_three_sizes(turn: Any, size: str, rows: int) -> None:
 
 
 def test_what_is_done_at_once_shows_no_panel(turn: Any) -> None:
-    running = turn(size="panel")
+    running = turn(size=lambda: "panel")
     running.play(PrefillProgress(3, 3, 0), TextDelta("Hello"), Progress(STATS), Finished(reply()), seconds=0.1)
     assert "╭" not in running.screen.raw
 
@@ -91,7 +91,7 @@ def test_what_is_done_at_once_shows_no_panel(turn: Any) -> None:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(("columns", "rows"), [(80, 10), (20, 8), (300, 50), (40, 3), (1, 10), (5, 24)])
 def test_a_long_reply_on_a_small_screen_shows_every_line_once(turn: Any, columns: int, rows: int, raw: bool) -> None:
-    running = turn(columns, rows, size="panel", raw=raw)
+    running = turn(columns, rows, size=lambda: "panel", raw=raw)
     running.play(*words(40), Progress(STATS), TextDelta("\n```\n"), *words(40), TextDelta("```\n"), Finished(reply()))
     text = " ".join(running.screen.lines) if columns >= 8 else "".join(running.screen.lines)
     for number in range(40):
@@ -115,7 +115,7 @@ def test_borders_of_a_table_are_straight_whatever_stands_in_it(turn: Any, column
 
 
 def test_the_screen_may_change_while_the_reply_streams(turn: Any) -> None:
-    running = turn(80, 24, size="panel")
+    running = turn(80, 24, size=lambda: "panel")
     for number, columns in enumerate([80, 20, 20, 80, 40, 80]):
         running.screen.resize(columns, 24)
         running.play(TextDelta(f"paragraph {number}\n\n"), Progress(STATS))
@@ -138,7 +138,7 @@ def test_what_was_not_drawn_yet_is_there_at_the_end(turn: Any) -> None:
 
 
 def test_a_turn_that_fails_leaves_what_was_said_and_nothing_live(turn: Any) -> None:
-    running = turn(size="panel")
+    running = turn(size=lambda: "panel")
     running.play(TextDelta("half a "), TextDelta("reply"))
     running.view.close()
     assert running.screen.lines == ["half a reply"]
@@ -146,7 +146,7 @@ def test_a_turn_that_fails_leaves_what_was_said_and_nothing_live(turn: Any) -> N
 
 
 def test_a_pause_takes_the_live_rows_away_and_the_next_frame_brings_them_back(turn: Any) -> None:
-    running = turn(size="panel")
+    running = turn(size=lambda: "panel")
     running.play(TextDelta("half a reply"), Progress(STATS))
     before = running.screen.lines
     running.view.pause()
@@ -165,7 +165,7 @@ def test_a_notice_stands_above_what_is_live(turn: Any) -> None:
 
 
 def test_quiet_leaves_the_reply_alone(turn: Any) -> None:
-    running = turn(size="panel", quiet=True)
+    running = turn(size=lambda: "panel", quiet=True)
     running.play(PrefillProgress(3, 3, 0), Notice("a fallback"), TextDelta("Hello"), Progress(STATS), Finished(reply()))
     assert running.screen.lines == ["Hello"]
     assert "╭" not in running.screen.raw
@@ -182,7 +182,7 @@ def test_thinking_is_shown_while_it_lasts_and_folded_after_it(turn: Any) -> None
 
 
 def test_a_turn_with_a_tool_call_shows_its_state_and_its_time(turn: Any) -> None:
-    running = turn(size="panel")
+    running = turn(size=lambda: "panel")
     running.play(
         PrefillProgress(3, 3, 0), TextDelta("I look."), ToolCallReady(ToolCall(id="a", name="grep", arguments="{}"))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,9 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.input.defaults import create_input
+from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyPressEvent
+from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from engine.errors import GoinferError
@@ -25,7 +28,7 @@ from goinfer_chat.prompt.keys import KeyLine, LineCleared, key_bindings
 from goinfer_chat.prompt.paste import mend_pasting
 from goinfer_chat.prompt.screen import PASTE_MODE_OFF, PASTE_MODE_ON, Screen
 from goinfer_chat.prompt.style import STYLE
-from goinfer_chat.prompt.toolbar import MIN_ROWS, FunctionKey, toolbar
+from goinfer_chat.prompt.toolbar import FUNCTION_KEYS, MIN_ROWS, FunctionKey, toolbar
 from goinfer_chat.store import session_folder
 from goinfer_chat.terminal import Stream, true_text
 
@@ -96,13 +99,27 @@ class LineEditor:
             raise
 
     @contextmanager
-    def marking_pastes(self) -> Iterator[None]:
-        """Inside, what is pasted stays one piece even while nothing reads it: during a reply."""
+    def during_reply(self) -> Iterator[Callable[[], None]]:
+        """Inside, what is pasted stays one piece. What is typed waits for the next prompt, but for keys that work at
+        once, whenever the function that this yields is called."""
+        waiting: list[KeyPress] = []
+        source = self._session.input
+
+        def take() -> None:
+            for press in source.read_keys() if reads_ahead else ():
+                key = next((key for key in FUNCTION_KEYS if key.at_once and press.key == key.key), None)
+                if key is not None and key.works:
+                    self._pressed(key)
+                else:
+                    waiting.append(press)
+
+        reads_ahead = self._screen.moves and sys.platform != "win32"
         self._write(PASTE_MODE_ON)
         try:
-            yield
+            yield take
         finally:
             self._write(PASTE_MODE_OFF)
+            store_typeahead(source, waiting)
 
     def _write(self, sequence: str) -> None:
         if self._screen.moves:
@@ -111,7 +128,9 @@ class LineEditor:
 
     def _toolbar(self) -> StyleAndTextTuples | None:
         columns, rows = shutil.get_terminal_size()
-        return toolbar(self._agent, columns) if self._agent.settings.toolbar and rows >= MIN_ROWS else None
+        settings = self._agent.settings
+        shown = settings.toolbar and not settings.plain and rows >= MIN_ROWS
+        return toolbar(self._agent, columns) if shown else None
 
     def _edited(self, text: str) -> str:
         try:

@@ -25,6 +25,8 @@ class FunctionKey:
     label: str
     line: str = ""
     setting: str = ""
+    at_once: bool = False
+    """Whether it also works during a reply; the others wait for the prompt, like all that is typed."""
 
     @property
     def works(self) -> bool:
@@ -42,7 +44,7 @@ class FunctionKey:
 
 FUNCTION_KEYS: Final = (
     FunctionKey(key="f1", label="help", line="/help"),
-    FunctionKey(key="f2", label="", setting="panel"),
+    FunctionKey(key="f2", label="", setting="panel", at_once=True),
     FunctionKey(key="f3", label="", setting="think"),
     FunctionKey(key="f4", label="", setting="keys"),
 )
