@@ -25,7 +25,7 @@ from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.prompt_marks import Guard, Marks
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
-from engine.tool_calls import STATED, CallForm, find_form, read_objects, stated
+from engine.tool_calls import STATED, STATED_MARKERS, CallForm, find_form, read_objects, stated
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -68,7 +68,7 @@ class ChatTemplate:
             source = tool_source if tool_source is not None else self._fallback()
         self._source = source
         self._tool_source = tool_source if tool_source is not None else source
-        self.knows_tools = re.search(r"\btools\b", self._tool_source) is not None
+        self.knows_tools = re.search(r"\btools\b", self._tool_source) is not None  # if only to list them
         self._short_call_ids = re.search(r"length\s*!=\s*9", self._tool_source) is not None
         self._environment = make_environment()
         self._compiled: dict[str, jinja2.Template] = {}
@@ -98,6 +98,13 @@ class ChatTemplate:
         """The prompt as text, for people. Forms and errors are those of `encode`."""
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         return self._accepted(self._prompt(messages, tools, arguments))[1]
+
+    def render_as_given(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """What the template makes of messages and tools, also if it cannot write calls."""
+        arguments = {"add_generation_prompt": add_generation_prompt}
+        return self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))[1]
 
     def encode(
         self,
@@ -144,7 +151,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> _Prompt:
         """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
-        if not self.knows_tools:
+        with_calls = tools or any(message.role == "tool" or message.tool_calls for message in messages)
+        if with_calls and self.call_form.stated:
             messages, tools = stated(messages, tools, STATED), ()
         if self._short_call_ids:
             messages = [_with_short_ids(message) for message in messages]
@@ -201,8 +209,9 @@ class ChatTemplate:
     @functools.cached_property
     def _guard(self) -> Guard:
         """Control tokens, and those user-defined tokens that the template writes (`<tool_call>`), since these are its
-        structure. Others, such as Gemma's line ends and HTML tags, are how the model reads text."""
-        tokenizer, source = self._tokenizer, self._source + self._tool_source
+        structure, or that calls are stated with. Others, such as Gemma's line ends and HTML tags, are how the model
+        reads text."""
+        tokenizer, source = self._tokenizer, self._source + self._tool_source + "".join(STATED_MARKERS)
         user_defined = set(map(tokenizer.token_text, tokenizer.user_defined_ids))
         control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
         return Guard(control | {text for text in user_defined if text.strip() and text in source})

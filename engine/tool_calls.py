@@ -240,6 +240,8 @@ STATED = CallForm(
     stated=True,
 )
 
+STATED_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
 
 def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm:
     """The form in which a template writes calls; `STATED` where it writes none that can be read."""
@@ -283,17 +285,29 @@ def _written(template: ChatTemplate, tokenizer: Tokenizer, names: Sequence[str])
         *(Message(role="tool", content=_RESULT, tool_call_id=_ID, name=name) for name in names),
     ]
     try:
-        before = template.render(messages[:1], tools)
-        text = template.render(messages, tools, add_generation_prompt=False)
+        before = template.render_as_given(messages[:1], tools)
+        text = template.render_as_given(messages, tools, add_generation_prompt=False)
     except (TemplateError, UsageError):
         return ""
-    shared = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
-    text = text[shared:]
+    text = text[_shared(before, text, tokenizer) :]
     last = max(text.rfind("}", 0, text.find(_RESULT)), 0)
     ends = (text.find(tokenizer.token_text(id), last) for id in tokenizer.end_ids)
     end = min((end for end in ends if end >= 0), default=0)
     # Mistral's templates give calls their ids, which the model does not write.
     return re.sub(rf',\s*"id":\s*"{_ID}"|\[CALL_ID\]{_ID}', "", text[:end])
+
+
+def _shared(before: str, text: str, tokenizer: Tokenizer) -> int:
+    """How much both begin with, in whole tokens where they part: some prompts open a `<think>` that no history has."""
+    shared = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+    if shared == len(before):
+        return shared
+    start, boundary = 0, 0
+    for part in tokenizer.parts(before):
+        start += len(part if isinstance(part, str) else tokenizer.token_text(part))
+        if start <= shared:
+            boundary = start
+    return boundary
 
 
 def _json_at(text: str) -> tuple[int, int] | None:

@@ -1,0 +1,222 @@
+"""How the families of models write tools, calls and results: their chat templates cut down to that, with a small
+vocabulary that has the control tokens of each.
+
+What is here of a format is what its makers document; templates that refuse messages do so here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiny_vocab import CHATML_TEMPLATE, CONTROL, USER_DEFINED, bpe_metadata
+
+from engine.chat_template import ChatTemplate
+from engine.tokenizer import Tokenizer
+
+QWEN25 = """{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}{{ 'You are helpful.' }}{% endif %}
+{{- '\n\n# Tools\n\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}
+{{- '\n</tools>\n\nCall as\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{{- '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant' }}
+{%- if message.content %}{{ '\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}{% set call = call.function %}
+{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+QWEN3 = """{%- if tools %}{{ '<|im_start|>system\n# Tools\n\n<tools>' }}
+{%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}
+{{- '\n</tools>\n\nCall as\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{{- '<|im_end|>\n' }}{% endif %}
+{%- set ns = namespace(last_query=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role in ('user', 'system') %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set content, thinking = message.content, '' %}
+{%- if message.reasoning_content is string %}{% set thinking = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last_query and (loop.last or thinking) %}
+{{- '<think>\n' + thinking.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+{%- else %}{{ content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first or content %}{{ '\n' }}{% endif %}{% set call = call.function %}
+{{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+
+LLAMA32 = """{{- bos_token }}
+{%- if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{% if tools %}{{ 'Environment: ipython\n' }}{% endif %}
+{{- system + '<|eot_id|>' }}
+{%- if tools %}{% set first, messages = messages[0].content | trim, messages[1:] %}
+{{- '<|start_header_id|>user<|end_header_id|>\n\nRespond in the format {"name": ..., "parameters": ...}.\n\n' }}
+{%- for tool in tools %}{{ tool | tojson(indent=4) + '\n\n' }}{% endfor %}{{ first + '<|eot_id|>' }}{% endif %}
+{%- for message in messages %}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{ '}<|eot_id|>' }}
+{%- else %}{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + message.content + '<|eot_id|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+
+MISTRAL3 = """{{- bos_token }}
+{%- set ns = namespace(index=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'assistant' and message.tool_calls is not defined) %}
+{%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and (loop.last or message == (messages | selectattr('role', 'equalto', 'user') | list)[-1]) %}
+{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}
+{%- set text = call.function | tojson %}{{ text[:-1] + ', "id": "' + call.id + '"}' }}
+{{- ', ' if not loop.last else ']' + eos_token }}{% endfor %}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + ', "call_id": "' + message.tool_call_id + '"}' }}
+{{- '[/TOOL_RESULTS]' }}
+{%- endif %}{% endfor %}"""
+
+MISTRAL11 = """{{- bos_token }}
+{%- if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'system' %}{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+{%- elif message.role == 'assistant' %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
+{%- elif message.role == 'tool' %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- endif %}{% endfor %}"""
+
+DEEPSEEK = """{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}{{ message.content }}
+{%- elif message.role == 'user' %}{{ '<|User|>' + message.content }}
+{%- elif message.role == 'assistant' %}{{ '<|Assistant|>' }}
+{%- if message.tool_calls %}{{ message.content + '<|tool_calls_begin|>' }}
+{%- for call in message.tool_calls %}{% if not loop.first %}{{ '\n' }}{% endif %}
+{{- '<|tool_call_begin|>function<|tool_sep|>' + call.function.name + '\n```json\n' }}
+{{- call.function.arguments | tojson + '\n```<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_end|>' + eos_token }}
+{%- else %}{{ message.content.split('</think>')[-1] + eos_token }}{% endif %}
+{%- elif message.role == 'tool' %}{{ '<|tool_output_begin|>' + message.content + '<|tool_output_end|>' }}
+{%- endif %}{% endfor %}
+{%- if tools %}{# told elsewhere #}{% endif %}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"""
+
+GEMMA3 = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set lead, messages = messages[0].content + '\n\n', messages[1:] %}
+{%- else %}{% set lead = '' %}{% endif %}
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}
+{{- (lead if loop.first else '') + message.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+NO_CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
+"""Tells of tools, and writes no call."""
+
+PYTHON_CALLS = QWEN25.replace("call.arguments | tojson", "call.arguments | string")
+"""Writes arguments as Python does, which is no JSON."""
+
+COMPACT = QWEN25.replace("call.arguments | tojson", "call.arguments | tojson(separators=(',', ':'))")
+
+
+def vocabulary(
+    *controls: str, user_defined: tuple[str, ...] = (), eos: str = "<|im_end|>", bos: bool = False
+) -> dict[str, Any]:
+    """The small vocabulary of the tests with more control tokens, of which one ends a turn."""
+    metadata = bpe_metadata("qwen2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    tokens = [*tokens, *controls, *user_defined]
+    return {
+        **metadata,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*types, *[CONTROL] * len(controls), *[USER_DEFINED] * len(user_defined)],
+        "tokenizer.ggml.eos_token_id": tokens.index(eos),
+        "tokenizer.ggml.add_bos_token": bos,
+    }
+
+
+@dataclass(frozen=True)
+class Family:
+    template: ChatTemplate
+    tokenizer: Tokenizer
+
+
+def family(source: str, metadata: Mapping[str, Any]) -> Family:
+    tokenizer = Tokenizer.from_gguf(metadata)
+    return Family(ChatTemplate.from_gguf({**metadata, "tokenizer.chat_template": source}, tokenizer), tokenizer)
+
+
+_QWEN = vocabulary(user_defined=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"))
+_QWEN3 = vocabulary(
+    user_defined=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+)
+_LLAMA = vocabulary(
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+    eos="<|eot_id|>",
+    bos=True,
+)
+_MISTRAL = vocabulary(
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[ARGS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "</s>"),
+    eos="</s>",
+    bos=True,
+)
+_DEEPSEEK = vocabulary(
+    *("<|User|>", "<|Assistant|>", "<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>"),
+    *("<|tool_calls_end|>", "<|tool_output_begin|>", "<|tool_output_end|>", "<|end_of_sentence|>"),
+    eos="<|end_of_sentence|>",
+    bos=True,
+)
+_GEMMA = vocabulary("<start_of_turn>", "<end_of_turn>", eos="<end_of_turn>", bos=True)
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2.5": family(QWEN25, _QWEN),
+    "qwen3": family(QWEN3, _QWEN3),
+    "llama3.2": family(LLAMA32, _LLAMA),
+    "mistral-v3": family(MISTRAL3, _MISTRAL),
+    "mistral-v11": family(MISTRAL11, _MISTRAL),
+    "deepseek-r1": family(DEEPSEEK, _DEEPSEEK),
+    "gemma3": family(GEMMA3, _GEMMA),
+    "chatml": family(CHATML_TEMPLATE, bpe_metadata("qwen2")),
+    "no calls": family(NO_CALLS, _QWEN),
+    "python calls": family(PYTHON_CALLS, _QWEN),
+    "compact": family(COMPACT, _QWEN),
+}
