@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from kv_conversations import Conversation, restored
+from kv_conversations import Conversation, identity, restored
 
-from engine.kv_file import KVFile, KVFileError, KVFileLockedError
+from engine.kv_file import KVFile, KVFileError, KVFileLockedError, bring_back
+from engine.kv_folder import aside_of
 
 TESTS = Path(__file__).parent
 
@@ -56,6 +57,59 @@ def test_a_failed_sync_is_reported_and_the_next_save_writes_everything_anew(
                 file.save(conversation.table, conversation.pool, sync=True)
         assert file.save(conversation.table, conversation.pool, sync=True).rewritten
     assert restored(path) == (conversation.table.ids, None)
+
+
+def test_a_full_disk_leaves_the_file_of_another_model_where_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, mine = Conversation(path), Conversation(path)
+    other.add_some(100)
+    other.save().close()
+    before = path.read_bytes()
+    mine.identity = identity(model=b"x" * 32)
+    mine.add_some(70)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with KVFile.open(path, mine.identity) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(KVFileError, match="No space left on device"):
+                file.save(mine.table, mine.pool)
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
+        assert path.read_bytes() == before
+        file.save(mine.table, mine.pool)
+    assert aside_of(path, other.identity.key).read_bytes() == before
+    bring_back(path, other.identity)
+    assert restored(path) == (other.table.ids, None)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_process_that_dies_between_two_renames_loses_neither_file(
+    step: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, mine = Conversation(path), Conversation(path)
+    other.add_some(100)
+    other.save().close()
+    mine.identity = identity(model=b"x" * 32)
+    mine.add_some(70)
+    with KVFile.open(path, mine.identity) as file:
+        file.save(mine.table, mine.pool)
+    renames = []
+
+    def dying(source: Path, target: Path) -> None:
+        if len(renames) == step:
+            raise KeyboardInterrupt
+        renames.append(source)
+        source.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            bring_back(path, other.identity)
+    for conversation in (other, mine, other):
+        bring_back(path, conversation.identity)
+        with KVFile.open(path, conversation.identity) as file:
+            assert (file.ids, file.problem) == (conversation.table.ids, None)
 
 
 def test_a_file_that_is_removed_while_it_is_open_is_written_again(path: Path) -> None:

@@ -105,6 +105,12 @@ def there_and_back(first: Path, second: Path, folder: Path) -> None:
         expected = fresh(first, agent, 9, identity)
         assert (back.prompt_ids, back.ids, back.text) == (expected.prompt_ids, expected.ids, expected.text)
 
+        assert agent.live is not None
+        kept_files = list(folder.glob(f"{agent.live.id}.giw-kv*"))
+        assert len(kept_files) == 2  # one of each model
+        run(agent, f"delete {agent.live.info.name}")
+        assert not any(path.exists() for path in kept_files)
+
 
 def tokens_in(model: Path, agent: Agent, num_messages: int) -> int:
     assert agent.live is not None

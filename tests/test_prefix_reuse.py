@@ -1,0 +1,128 @@
+"""What of a prompt is reused when templates, tools and models make that hard: whole engines, tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_chat_template import THINKING_TEMPLATE, TOOL_TEMPLATE
+from tiny_models import write_tiny_model
+
+from engine import load
+from engine.api import Finished, Message, Reply, Request, SamplingParams
+from engine.local import LocalEngine
+
+GREEDY = SamplingParams(temperature=0)
+Start = Callable[..., LocalEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("qwen3", template, flag=value)`: an engine of a tiny model; those before it go on."""
+    with ExitStack() as stack:
+
+        def begin(architecture: Any, template: str | None = None, **settings: Any) -> LocalEngine:
+            metadata = {} if template is None else {"tokenizer.chat_template": template}
+            path = tmp_path / f"{architecture}.gguf"
+            if not path.exists():
+                write_tiny_model(path, architecture, metadata=metadata)
+            return stack.enter_context(load(path, threads=1, context_size=1024, **settings))
+
+        yield begin
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def answer(engine: LocalEngine, messages: Sequence[Message], conversation: str = "work", **settings: Any) -> Reply:
+    request = Request(
+        messages=tuple(messages),
+        max_tokens=8,
+        sampling=GREEDY,
+        conversation=conversation,
+        speculation="off",
+        **settings,
+    )
+    *_, last = engine.generate(request)
+    assert isinstance(last, Finished)
+    return last.reply
+
+
+def cold(engine: LocalEngine, messages: Sequence[Message], **settings: Any) -> Reply:
+    """The same from an empty cache."""
+    for name in engine._sessions.kept:
+        engine.forget(name)
+    return answer(engine, messages, **settings)
+
+
+def test_reasoning_that_the_template_drops_costs_no_prefill(start: Start) -> None:
+    """Three turns of a model that thinks: each prompt and the reasoning behind it are there in the next turn."""
+    engine = start("qwen3", THINKING_TEMPLATE)
+    messages, known = [user("What is 2 + 2?")], 0
+    for question in ("And 3 + 3?", "And the sum of both?", ""):
+        reply = answer(engine, messages)
+        assert reply.stats.prefill_reused_tokens >= known
+        assert cold(start("qwen3", THINKING_TEMPLATE), messages).ids == reply.ids
+        # What a model that thinks would have said, put into the cache as if it had.
+        text = f"<think>\nhm, question {len(messages)}\n</think>\n\nIt is {len(messages)}."
+        ids = tuple(engine.tokenizer.encode(text, control=True))
+        said = Request(prompt_ids=(*reply.prompt_ids, *ids), max_tokens=1, conversation="work")
+        known = next(e.reply.stats.prompt_tokens for e in engine.generate(said) if isinstance(e, Finished))
+        messages.append(Message(role="assistant", content=text.rpartition("\n\n")[2], thinking="hm", ids=ids))
+        messages.append(user(question))
+
+
+@pytest.mark.parametrize(("architecture", "bos"), [("gemma3", 2), ("qwen2", None), ("qwen3", None)])
+def test_there_is_one_bos_in_front_in_every_turn_and_after_a_restart(
+    architecture: str, bos: int | None, start: Start, tmp_path: Path
+) -> None:
+    messages = [user("one")]
+    for question in ("two", "three", ""):
+        engine = start(architecture, kv_folder=tmp_path / "kept")  # a new one each turn
+        reply = answer(engine, messages)
+        assert (reply.stats.restored_tokens or 0) == reply.stats.prefill_reused_tokens
+        if bos is None:
+            assert reply.prompt_ids[0] == engine.tokenizer.encode("<|im_start|>", control=True)[0]
+            assert engine.tokenizer.bos_id not in reply.prompt_ids
+        else:
+            assert engine.tokenizer.bos_id == bos
+            assert [at for at, token in enumerate(reply.prompt_ids) if token == bos] == [0]
+        messages += [Message(role="assistant", content=reply.text, ids=reply.ids), user(question)]
+        engine.close()
+    assert reply.stats.prefill_reused_tokens > 0
+
+
+def test_tools_in_another_order_are_reused_up_to_the_first_and_answered_as_if_cold(start: Start) -> None:
+    engine = start("qwen3", TOOL_TEMPLATE)
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+        for name in ("read_file", "list_files", "grep")
+    ]
+    first = answer(engine, [user("x")], tools=tuple(tools))
+    again = answer(engine, [user("x")], tools=tuple(tools))
+    assert again.stats.prefill_tokens == 1
+    assert (again.prompt_ids, again.ids) == (first.prompt_ids, first.ids)
+    swapped = (tools[1], tools[0], tools[2])
+    other = answer(engine, [user("x")], tools=swapped)
+    same = next(n for n, (a, b) in enumerate(zip(first.prompt_ids, other.prompt_ids, strict=False)) if a != b)
+    assert other.stats.prefill_reused_tokens == same
+    assert "read_file" not in engine.tokenizer.decode(other.prompt_ids[:same])
+    assert cold(engine, [user("x")], tools=swapped).ids == other.ids
+
+
+def test_a_conversation_of_many_tool_calls_leaves_the_others_in_memory(start: Start) -> None:
+    engine = start("qwen2", kv_sessions=2)
+    idle = [user("I am another one")]
+    reply = answer(engine, idle, "idle")
+    idle += [Message(role="assistant", content=reply.text, ids=reply.ids), user("still there?")]
+    calls = [user("work")]
+    for number in range(12):
+        said = answer(engine, calls, "busy")
+        calls.append(Message(role="assistant", content=said.text, ids=said.ids))
+        calls.append(Message(role="tool", content=f"result {number}", tool_call_id=str(number), name="f"))
+    assert set(engine._sessions.kept) == {"idle", "busy"}
+    assert answer(engine, idle, "idle").stats.prefill_reused_tokens == reply.stats.context_used
