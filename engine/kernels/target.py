@@ -39,6 +39,11 @@ class Target:
         return self.dot != "vnni"
 
 
+def neon(triple: str, cpu: str, features: str) -> Target:
+    """An arm64 CPU with the dot product (FEAT_DotProd, Armv8.2)."""
+    return Target("neon", "NEON dot product", triple, cpu, features, "sdot", (4, 2, 1), 0, (2, 1))
+
+
 def detect() -> Target:
     """The best target this CPU has, or the lesser one that GOINFER_CHAT_KERNELS names.
 
@@ -63,7 +68,7 @@ def detect() -> Target:
             )
             found["avx2"] = Target("avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), 0, (2, 1))
     elif triple.startswith(("aarch64", "arm64")) and has.get("dotprod", triple.startswith("arm64-apple")):
-        found["neon"] = Target("neon", "NEON dot product", triple, cpu, has.flatten(), "sdot", (4, 2, 1), 0, (2, 1))
+        found["neon"] = neon(triple, cpu, has.flatten())
     if not found:
         raise UnsupportedModelError(
             f"this CPU ({cpu}) has neither AVX2 with FMA and F16C nor arm64 with the dot product, which the cpu "

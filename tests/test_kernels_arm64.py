@@ -1,0 +1,177 @@
+"""Kernels for arm64: all compile here, whatever this CPU is; where qemu runs programs of arm64, bits are compared."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_calls import activation_rows, assert_same_bits, blocks_of_any_bits, laid_out, row_in_memory
+
+from engine.kernels import core, twins
+from engine.kernels.dot import ActivationLayout
+from engine.kernels.formats import FORMATS
+from engine.kernels.ir import emit_module
+from engine.kernels.matmul import matmul_module
+from engine.kernels.probe import probe_module
+from engine.kernels.target import neon
+from engine.quant import TensorType
+
+ARM64 = neon("aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod")
+QEMU, GCC = "qemu-aarch64", "aarch64-linux-gnu-gcc"
+ROW_COUNTS = (1, 2, 3, 9)
+
+PROGRAM = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+typedef long long I;
+void KERNEL(I, I, I, I, I, I, I, I, I, I);
+int main(int argc, char **argv) {
+    I base = atoll(argv[2]), size = atoll(argv[3]), a[10] = {0};
+    char *memory = mmap((void *)base, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    FILE *f = fopen(argv[1], "r+b");
+    if (memory != (char *)base || !f || fread(memory, 1, size, f) != size) return 2;
+    for (int i = 4; i < argc; i++) a[i - 4] = atoll(argv[i]);
+    KERNEL(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]);
+    rewind(f);
+    return fwrite(memory, 1, size, f) != size || fclose(f);
+}
+"""
+"""Calls one kernel on memory that is a file. Arguments that a kernel does not have are in places it does not read."""
+
+
+def compiled(text: str, level: int = 0) -> tuple[str, bytes]:
+    """Assembly and object of a module."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(ARM64.triple).create_target_machine(
+        cpu=ARM64.cpu, features=ARM64.features, opt=level, reloc="static"
+    )
+    module = llvm.parse_assembly(text)
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_assembly(module), machine.emit_object(module)
+
+
+def core_text() -> str:
+    return emit_module("kernels", core.kernels(ARM64), ARM64.triple)
+
+
+def called(assembly: str) -> set[str]:
+    """Functions outside the module that its code needs."""
+    return set(re.findall(r"^\tbl\t(\w+)", assembly, re.MULTILINE))
+
+
+@pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.name)
+def test_products_of_every_type_compile_to_dot_products_of_arm64(type: TensorType) -> None:
+    assembly, code = compiled(matmul_module(FORMATS[type], ARM64))
+    assert code[:4] == b"\x7fELF"
+    floats = FORMATS[type].sub_block is None
+    assert bool(re.search(r"\tsdot\tv\d+\.4s, v\d+\.16b, v\d+\.16b", assembly)) is not floats
+    if floats:
+        assert re.search(r"\tfmla\tv", assembly)
+    assert called(assembly) <= {"memset"}
+
+
+def test_all_other_kernels_compile_for_arm64() -> None:
+    for text in (core_text(), probe_module(ARM64)):
+        assembly, code = compiled(text)
+        assert code[:4] == b"\x7fELF"
+        assert called(assembly) <= {"memset"}
+
+
+# ---------------------------------------------------------------- run, where that is possible
+class Emulated:
+    """The functions of one module, each call in a process of its own under qemu."""
+
+    BASE = 1 << 40
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self._folder = folder
+        (folder / "kernels.o").write_bytes(compiled(text, 2)[1])
+        (folder / "main.c").write_text(PROGRAM)
+
+    def call(self, function: str, *args: int | np.ndarray) -> None:
+        program, image, memory = self._folder / function, self._folder / "image", bytearray()
+        if not program.exists():
+            sources = (self._folder / "main.c", self._folder / "kernels.o")
+            subprocess.run([GCC, "-static", "-O1", f"-DKERNEL={function}", *sources, "-o", program], check=True)
+        numbers = []
+        for a in args:
+            if isinstance(a, np.ndarray):
+                assert a.flags.c_contiguous
+                memory.extend(bytes(-len(memory) % 64))
+                numbers.append(self.BASE + len(memory))
+                memory.extend(a.tobytes())
+            else:
+                numbers.append(a)
+        image.write_bytes(memory)
+        command = [QEMU, "-cpu", "max", program, image, self.BASE, len(memory), *numbers]
+        subprocess.run([str(c) for c in command], check=True, timeout=60)
+        after = image.read_bytes()
+        for a, n in zip(args, numbers, strict=True):
+            if isinstance(a, np.ndarray):
+                a[...] = np.frombuffer(after, a.dtype, a.size, n - self.BASE).reshape(a.shape)
+
+
+@pytest.fixture
+def needs_qemu() -> None:
+    if not (shutil.which(QEMU) and shutil.which(GCC)):
+        pytest.skip(f"running code of arm64 wants {QEMU} and {GCC}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_qemu")
+@pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.name)
+def test_products_on_arm64_have_the_bits_of_the_twin(type: TensorType, tmp_path: Path) -> None:
+    rng, fmt = np.random.default_rng(int(type)), FORMATS[type]
+    emulated = Emulated(tmp_path, matmul_module(fmt, ARM64))
+    for num_blocks in (2, 3):
+        raw = blocks_of_any_bits(type, 35, num_blocks * fmt.span, rng)
+        x = rng.standard_normal((max(ROW_COUNTS), num_blocks * fmt.span)).astype(np.float32)
+        span, groups = twins.activation_span(type), laid_out(type, raw)
+        activations = activation_rows(type, x if span == 1 else twins.quantize(x, span))
+        expected = twins.matmul(type, raw, x)
+        for rows in ROW_COUNTS:
+            out = np.full((rows, 16 * len(groups)), np.float32(-7))
+            emulated.call(
+                "matmul", groups, groups.strides[0], len(groups), activations, activations.strides[0],
+                out, out.strides[0], num_blocks, 0, rows,
+            )  # fmt: skip
+            assert_same_bits(out[:, : len(raw)], expected[:rows])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_qemu")
+def test_softmax_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
+    x = np.random.default_rng(4).standard_normal(512).astype(np.float32) * 5
+    weights, peak, total = twins.softmax(x.copy(), 3, 400)
+    state = np.ones(16 + 64, np.float32)
+    Emulated(tmp_path, core_text()).call("softmax", x, 3, 400, 512, state, 64)
+    assert_same_bits(x, weights)
+    assert_same_bits(state[:2], np.array([peak, total], np.float32))
+    assert not state[16:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_qemu")
+def test_norms_and_quantized_activations_on_arm64_have_the_bits_of_the_twins(tmp_path: Path) -> None:
+    rng, emulated = np.random.default_rng(3), Emulated(tmp_path, core_text())
+    x, weight = (rng.standard_normal(768).astype(np.float32) for _ in range(2))
+    inverse = np.zeros(1, np.float32)
+    emulated.call("inverse_rms", x, 768, np.array([1e-5], np.float32), inverse)
+    assert_same_bits(inverse[0], twins.inverse_rms(x, 1e-5))
+    for span in (256, 32):
+        layout = ActivationLayout(span)
+        row, blocks = np.zeros(layout.row_bytes(768), np.uint8), 768 // span
+        emulated.call(f"norm_{span}", x, weight, inverse, row, 0, blocks, blocks)
+        assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.normed(x, weight, 1e-5), span)))
+        emulated.call(f"silu_{span}", x, weight, inverse, row, 0, blocks, blocks)
+        assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.silu(x, weight), span)))
