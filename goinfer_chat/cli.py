@@ -137,6 +137,10 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         question: Annotated[str | None, typer.Argument(help="What to ask; - reads all of standard input.")] = None,
         tool: Annotated[str | None, typer.Option(metavar="TOOL", help="Make a call of this tool and print it.")] = None,
         execute: Annotated[bool, typer.Option("--execute", help="Run the call of --tool too.")] = False,
+        attach: Annotated[
+            list[str] | None,
+            typer.Option(metavar="FILE[#10-40]", help="Put a file, or lines of it, into the message; may be repeated."),
+        ] = None,
         schema: Annotated[
             str | None, typer.Option(metavar="FILE", help="The reply is JSON that is valid under this schema.")
         ] = None,
@@ -150,7 +154,9 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         if tool is None and schema is None:
             from goinfer_chat.modes import run
 
-            return run(settings, make_engine, question)
+            return run(settings, make_engine, question, attach or ())
+        if attach:
+            raise UsageError("--attach goes with neither --tool nor --schema")
         from goinfer_chat.tool_modes import run_forced, run_with_schema
 
         if schema is not None:

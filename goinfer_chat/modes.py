@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -19,7 +20,7 @@ from goinfer_chat.engines import Engines
 from goinfer_chat.loading import find_model
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.render import JsonView, TextView, View
-from goinfer_chat.script import Item, read_script
+from goinfer_chat.script import CommandLine, Item, read_script
 from goinfer_chat.settings import PanelSize, Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
 
@@ -57,15 +58,19 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
             views.keep()
 
 
-def run(settings: Settings, make_engine: EngineFactory, text: str | None) -> int:
-    """One question; `-` is all of standard input, and None the script there. Returns the exit code."""
+def run(settings: Settings, make_engine: EngineFactory, text: str | None, attach: Sequence[str] = ()) -> int:
+    """One question; `-` is all of standard input, and None the script there. Returns the exit code.
+
+    `attach`: files that go into the first message.
+    """
     replies, side = Stream(sys.stdout), Stream(sys.stderr)
     if text is None and sys.stdin.isatty():
         raise UsageError("run needs a question; without one, goinfer-chat opens a prompt")
+    files: list[Item] = [CommandLine("attach", file) for file in attach]
     if text is None:
-        return _run(read_script(sys.stdin.buffer), settings, make_engine, replies, side)
+        return _run(chain(files, read_script(sys.stdin.buffer)), settings, make_engine, replies, side)
     asked = text_of(text) or ""
-    items: Iterator[Item] = question(asked) if text != "-" or asked.strip() else iter(())
+    items: Iterator[Item] = chain(files, question(asked)) if text != "-" or asked.strip() else iter(())
     return _run(items, settings, make_engine, replies, side)
 
 

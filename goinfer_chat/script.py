@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from engine.errors import UsageError
 
@@ -31,6 +31,9 @@ class CommandLine:
 
 
 Item = Turn | CommandLine
+
+TERMINAL_LINE_BYTES: Final = 4096
+"""What a terminal that edits lines itself lets through of one; the rest is lost, so such a line is refused."""
 
 
 def is_fence(line: str) -> bool:
@@ -83,6 +86,8 @@ def read_script(file: BinaryIO | None) -> Iterator[Item]:
         if not raw:
             raise EOFError
         line_number += 1
+        if len(raw) >= TERMINAL_LINE_BYTES and file is not None and file.isatty():
+            raise UsageError("a terminal cuts lines of this length; redirect a file, or read it with /attach FILE")
         if line_number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         return raw.decode("utf-8", "replace").rstrip("\r\n")

@@ -15,6 +15,9 @@ from goinfer_chat.values import did_you_mean, shown
 
 _IN_CHAT: Final = tuple(setting for setting in SETTINGS if setting.in_chat)
 
+_REMEMBERED: Final = ("panel",)
+"""Kept from start to start without being saved."""
+
 
 def _value(agent: Agent, setting: Setting) -> str:
     return shown(agent.settings.value(setting.name))
@@ -119,7 +122,7 @@ def _save(agent: Agent, argument: str) -> Outcome:
     changed: dict[str, Any] = {
         setting.flag: settings.value(setting.name)
         for setting in _IN_CHAT
-        if settings.value(setting.name) != saved.value(setting.name)
+        if setting.flag not in _REMEMBERED and settings.value(setting.name) != saved.value(setting.name)
     }
     where = true_text(str(path))
     if not changed:

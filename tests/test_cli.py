@@ -480,3 +480,35 @@ def test_a_models_folder_that_is_none_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 3
     assert b"/dev/null: File exists; name a folder that can be written to in GOINFER_CHAT_MODELS" in done.stderr
+
+
+# Files and commands in scripts
+
+
+def test_a_script_attaches_files_and_takes_no_mention(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("a\nb\nc\n")
+    invocation = command(tmp_path, HELLO, "--quiet")
+    log = tmp_path / "log"
+    (tmp_path / "turns.json").write_text(json.dumps({"turns": HELLO, "log": str(log)}))
+    script = b"/attach notes.md#2-3\nexplain @notes.md\n!ls\n"
+    done = subprocess.run(invocation, input=script, capture_output=True, env=environment(), cwd=tmp_path, timeout=30)
+    assert (done.returncode, done.stderr) == (0, b"")
+    attached = "explain @notes.md\n\nnotes.md, lines 2 to 3:\n```\nb\nc\n```"
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [attached, "!ls"]
+    log.unlink()
+    invocation = [*invocation, "run", "--attach", "notes.md", "explain"]
+    assert subprocess.run(invocation, capture_output=True, env=environment(), cwd=tmp_path).returncode == 0
+    assert json.loads(log.read_text()) == "explain\n\nnotes.md:\n```\na\nb\nc\n```"
+
+
+def test_a_script_runs_commands_only_where_a_flag_allows_it(program, tmp_path: Path) -> None:
+    script = f"/shell !echo ran; touch {tmp_path}/ran\nhi\n".encode()
+    refused = program(HELLO, stdin=script)
+    assert (refused.returncode, (tmp_path / "ran").exists()) == (2, False)
+    assert b"/shell in a script needs the flag --shell" in refused.stderr
+    allowed = program(HELLO, "--shell", stdin=script)
+    assert (allowed.returncode, allowed.stdout) == (0, b"Hello\n")
+    assert b"ran\n" in allowed.stderr
+    failed = program(HELLO, "--shell", stdin=b"/shell exit 3\nhi\n")
+    assert (failed.returncode, failed.stdout) == (2, b"")
+    assert b"/shell exit 3: exit code 3" in failed.stderr

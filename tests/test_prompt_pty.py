@@ -317,3 +317,22 @@ def test_ctrl_c_ends_a_command_and_not_the_chat(start: Start) -> None:
     terminal.wait_for_prompt()
     terminal.send("hi" + ENTER)
     assert sent(terminal) == "hi"
+
+
+# -- poor surroundings -------------------------------------------------------------------------------------------------
+
+
+def test_a_home_that_nothing_can_be_written_to_costs_what_is_kept_and_not_the_chat(start: Start) -> None:
+    nowhere = {"HOME": "/dev/null", "GOINFER_CHAT_SESSION_DIR": "", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+    terminal = start(env=nowhere)
+    assert "nothing of this chat is kept" in terminal.text
+    terminal.send("hi" + ENTER)
+    assert sent(terminal) == "hi"
+    terminal.send("/temperature 0.1" + ENTER + "/save-settings" + ENTER)
+    terminal.wait("config.toml cannot be written: File exists")
+    terminal.wait_for_prompt()
+    terminal.send(UP + UP + UP)
+    terminal.wait("> hi")
+    terminal.send(CTRL_C + CTRL_D)
+    assert terminal.wait_for_end() == 0
+    assert terminal.attributes == terminal.found

@@ -45,7 +45,8 @@ def check_name(name: str) -> str:
 
 
 def name_from(text: str) -> str:
-    """A name for a conversation that starts with this message: its first words on one line."""
+    """A name for a conversation that starts with this message: the first words of its first paragraph, on one line."""
+    text = text.strip().partition("\n\n")[0]
     plain = "".join(character if _is_plain(character) and character not in "/\\" else " " for character in text[:999])
     name = " ".join(unicodedata.normalize("NFC", plain).split()).lstrip(".- ")
     name = name if name.strip(_JOINERS) else ""
