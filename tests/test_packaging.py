@@ -45,7 +45,8 @@ def test_imports_run_one_way(package: str, allowed: set[str]) -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["torch"], *extras["keyring"]]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requirements}  # type: ignore[index]
     declared.add("markdown_it" if "markdown_it_py" in declared else "")  # the one that is imported by another name
     used = {name for package in OURS for path in modules(package) for name in imported(path)}
