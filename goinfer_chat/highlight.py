@@ -11,8 +11,11 @@ from goinfer_chat.cells import PLAIN, Line, Run, Style, merged
 if TYPE_CHECKING:
     from pygments.lexer import Lexer
 
-WINDOW: Final = 120
+WINDOW: Final = 40
 """Lines that are read again with each new one. Behind them reading starts anew, where that is proved to be the same."""
+
+STEP: Final = 5
+"""Lines between two tries to find such a place."""
 
 MAX_LINE: Final = 1000
 """A longer line keeps its block plain: some lexers take quadratic time."""
@@ -41,6 +44,8 @@ class Highlighter:
     def __init__(self) -> None:
         self._anchor = 0
         """A line at which reading can start as if the block began there."""
+        self._next_try = 2 * WINDOW
+        """How many lines there must be before another such line is looked for."""
         self._known: tuple[tuple[str, ...], int, list[Line]] | None = None
 
     def __call__(self, lines: Sequence[str], language: str, start: int) -> list[Line]:
@@ -48,25 +53,23 @@ class Highlighter:
         if lexer is None or any(len(line) > MAX_LINE for line in lines[start:]):
             return [(Run(line),) for line in lines[start:]]
         if start < self._anchor:  # the screen has another width, and more has to be shown again
-            self._anchor, self._known = 0, None
-        while (
-            len(lines) - self._anchor > 2 * WINDOW and start >= len(lines) - WINDOW // 2 and self._advance(lexer, lines)
-        ):
-            pass
+            self._anchor, self._next_try, self._known = 0, 2 * WINDOW, None
+        while len(lines) > self._next_try and start >= len(lines) - WINDOW // 2:
+            self._advance(lexer, lines)
         window = tuple(lines[self._anchor :])
         if self._known is None or self._known[:2] != (window, self._anchor):
             self._known = window, self._anchor, _lexed(lexer, window)
         return self._known[2][start - self._anchor :]
 
-    def _advance(self, lexer: Lexer, lines: Sequence[str]) -> bool:
-        """Move the anchor to a line from which the rest reads the same as from the old anchor."""
-        window = lines[self._anchor : self._anchor + 2 * WINDOW]
+    def _advance(self, lexer: Lexer, lines: Sequence[str]) -> None:
+        """Move the anchor to a line from which the rest reads the same as from the old anchor, if there is one."""
+        window = lines[self._anchor : self._next_try]
         whole = _lexed(lexer, window)
-        for i in range(WINDOW, WINDOW + WINDOW // 2):
-            if window[i][:1].strip() and _lexed(lexer, window[i:]) == whole[i:]:
+        for i in range(len(window) - WINDOW, len(window) - WINDOW // 2, STEP):
+            if window[i].strip() and _lexed(lexer, window[i:]) == whole[i:]:
                 self._anchor += i
-                return True
-        return False
+                break
+        self._next_try += WINDOW
 
 
 @lru_cache(maxsize=32)

@@ -40,7 +40,7 @@ class Flow:
     gap: bool = False
     """Whether an empty row stands above it."""
     line: int = 0
-    """Where its top-level block begins in the source."""
+    """Where its top-level block, or its item of a top-level list, begins in the source: parsing can begin there."""
     may_change: bool = False
     """Whether more text can make something else of it."""
 
@@ -269,6 +269,8 @@ class _Flattening:
                 case "bullet_list_close" | "ordered_list_close":
                     self._lists.pop()
                 case "list_item_open":
+                    if token.level == 1 and token.map is not None and self._is_numbered_right(token):
+                        self._top = token.map[0]
                     self._nest.append(_Item(self._marker()))
                 case "list_item_close":
                     item = self._nest[-1]
@@ -295,6 +297,10 @@ class _Flattening:
                 case "table_open":
                     i = self._table(i)
             i += 1
+
+    def _is_numbered_right(self, item: Token) -> bool:
+        """Whether an item of a list is shown the same when the list begins with it."""
+        return self._lists[-1] is None or item.info == str(self._lists[-1])
 
     def _marker(self) -> str:
         number = self._lists[-1]

@@ -62,7 +62,7 @@ class MarkdownStream:
         """`keep_marks`: see `markdown_blocks.parse`."""
         self._keep_marks = keep_marks
         self._source = ""
-        """From the start of the last top-level block on."""
+        """From the start of the last top-level block, or of the last item of a list, on."""
         self._num_done = 0
         """Blocks of `_source` of which every row was taken."""
         self._position = 0
