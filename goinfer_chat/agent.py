@@ -77,6 +77,8 @@ class Agent:
         """Who asks a person about calls; None: nobody."""
         self.next_tool: str | None = None
         """The tool that the next reply must call."""
+        self.must_look = False
+        """Whether the next reply must call some tool."""
         self.runs_calls = True
         self.schema: Mapping[str, Any] | bool | None = None
         """What replies must be valid under; None: any text."""
@@ -110,6 +112,7 @@ class Agent:
         if ask.after == HEAD:
             ask = replace(ask, after=live.info.head)
         forced, self.next_tool = ask.tool or self.next_tool, None
+        must_look, self.must_look = self.must_look, False
         toolbox = self.open_toolbox() if forced is not None else self.toolbox
         if toolbox is not None:
             toolbox.settings = self.settings
@@ -118,6 +121,8 @@ class Agent:
 
         def step(messages: Sequence[Message], after: int | None = HEAD, force: bool = False) -> Turn:
             request = self._request(live, messages, after=after, cancel=cancel, forced=forced, force=force)
+            if force and must_look and request.tools and request.tool_choice == "auto":
+                request = replace(request, tool_choice="required", parallel_tool_calls=False)
             return self._step(live, messages, after, request)
 
         first = step(said, ask.after, force=True)
@@ -182,6 +187,7 @@ class Agent:
             messages=(*system, *live.messages(self.model.identity, at=after), *said),
             tools=tuple(tool.describe() for tool in offered),
             tool_choice=named or ("none" if self.schema is not None else "auto"),
+            parallel_tool_calls=settings.parallel_calls,
             json_schema=None if named else self.schema,
             sampling=settings.sampling,
             max_tokens=settings.max_tokens,

@@ -67,6 +67,7 @@ class Settings:
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     yes: bool = False
+    parallel_calls: bool = True
     max_steps: int = 25
     token_budget: int | None = None
     tool_timeout: float = 120.0
@@ -340,6 +341,7 @@ SETTINGS: Final = (
         topic="tools",
         in_file=False,
     ),
+    _switch("parallel-calls", "Whether one reply may call several tools.", topic="tools", in_chat=True),
     Setting(
         flag="max-steps",
         parse=parse_int,

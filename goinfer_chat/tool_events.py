@@ -12,15 +12,17 @@ from engine.api import Event, Reply, ToolCall
 from goinfer_chat.approval_rules import Rule
 from tools import Tool, ToolResult
 
-How = Literal["answered", "steps", "budget", "repeat", "denied", "failed", "interrupted"]
-"""How a turn with tools ended. `denied`: answered, though a call was refused because nobody could be asked. `failed`:
-answered, though the last call had not done what it should."""
+How = Literal["answered", "steps", "budget", "repeat", "cut", "denied", "failed", "interrupted"]
+"""How a turn with tools ended. `cut`: --max-tokens, or the end of the context, cut a reply in a call. `denied`:
+answered, though a call was refused because nobody could be asked. `failed`: answered, though the last call had not done
+what it should."""
 
 EXIT_CODES: Final[Mapping[How, int]] = {
     "answered": 0,
     "steps": 5,
     "budget": 5,
     "repeat": 5,
+    "cut": 5,
     "denied": 6,
     "failed": 7,
     "interrupted": 130,

@@ -52,11 +52,12 @@ def end_line(event: TurnEnded) -> str | None:
         "steps": "stopped: --max-steps is reached | ",
         "budget": "stopped: --token-budget is used up | ",
         "repeat": "stopped: the same call had the same result again and again | ",
+        "cut": "the reply was cut in a call, so nothing of it was run; allow more --max-tokens | ",
         "interrupted": "stopped | ",
         "denied": "a call was refused, because nobody could be asked: --allow RULE or --yes lets it run | ",
         "failed": "the last call failed | ",
     }[event.how]
-    return f"{why}{_cost(event.cost)}" if event.cost.calls else None
+    return f"{why}{_cost(event.cost)}" if event.cost.calls or event.how == "cut" else None
 
 
 def _cost(cost: Cost) -> str:

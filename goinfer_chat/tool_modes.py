@@ -51,7 +51,12 @@ def run_agent(settings: Settings, make_engine: EngineFactory, task: str | None) 
             asker = PersonAsker(side, terminal)
         engines = partial(engines_of, make_engine, settings, side)
         view = partial(view_for, settings, replies, side)
-        return run_items(question(text), engines, settings, side, view, asker=asker)
+        return run_items(question(text), engines, settings, side, view, asker=asker, prepare=_look_first)
+
+
+def _look_first(agent: Agent) -> None:
+    """A small model that is asked about a folder otherwise tells what it has never looked at."""
+    agent.must_look = True
 
 
 def run_with_schema(settings: Settings, make_engine: EngineFactory, text: str | None, schema: str) -> int:

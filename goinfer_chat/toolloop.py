@@ -70,6 +70,8 @@ class ToolLoop:
             step = yield from next_step(messages)
         if step is None or step.reply.finish_reason == "cancelled":
             self.how = "interrupted"
+        elif step.reply.finish_reason == "length" and (step.reply.tool_calls or not step.reply.text):
+            self.how = "cut"
         elif self._denied:
             self.how = "denied"
         elif self._last_failed:

@@ -24,7 +24,16 @@ from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import Settings
-from goinfer_chat.tool_events import Answer, ApprovalAsked, RepeatAsked, StepEnded, ToolEnded, ToolStarted, TurnEnded
+from goinfer_chat.tool_events import (
+    EXIT_CODES,
+    Answer,
+    ApprovalAsked,
+    RepeatAsked,
+    StepEnded,
+    ToolEnded,
+    ToolStarted,
+    TurnEnded,
+)
 
 OWN_TOOLS = '''
 import time
@@ -200,10 +209,32 @@ def test_a_call_that_max_tokens_cut_is_not_run_and_the_next_turn_is_fine(make: M
     events = play(agent)
     assert only(events, Finished)[0].reply.finish_reason == "length"
     assert not only(events, ToolStarted)
+    assert how(events) == "answered"  # there is a text, though a short one
     assert not (project / "b.txt").exists()
     agent.settings = agent.settings.changed({"max_tokens": None})
     assert how(play(agent, "go on")) == "answered"
     assert [message.role for message in engine.requests[1].messages] == ["user", "assistant", "user"]
+
+
+def test_a_reply_that_was_cut_among_its_calls_runs_none_of_them_and_says_so(make: Make, project: Path) -> None:
+    agent, _ = make(calling(WRITE, ("mul", {"a": 1, "b": 2})), DONE, yes=True, max_tokens=1)
+    events = play(agent)
+    assert how(events) == "cut"
+    assert not only(events, ToolStarted)
+    assert not (project / "b.txt").exists()
+    assert EXIT_CODES["cut"] == 5
+
+
+def test_the_first_reply_of_an_agent_must_call_a_tool_and_one_alone(make: Make) -> None:
+    agent, engine = make(calling(("mul", {"a": 1, "b": 2})), DONE)
+    agent.must_look = True
+    play(agent)
+    play(agent)
+    assert [request.tool_choice for request in engine.requests] == ["required", "auto", "auto"]
+    assert [request.parallel_tool_calls for request in engine.requests] == [False, True, True]
+    agent.settings = agent.settings.changed({"parallel_calls": False})
+    play(agent)
+    assert not engine.requests[-1].parallel_tool_calls
 
 
 def test_text_of_a_tool_that_looks_like_a_call_runs_nothing(make: Make, project: Path) -> None:
