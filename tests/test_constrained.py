@@ -240,9 +240,7 @@ def test_guesses_and_log_probabilities_change_no_token(
     monkeypatch.setattr(Guard, "pausing", False)
     guessed = 0
     for seed in range(5):
-        text = (
-            '{"name": "get_file_size", "arguments": {"path": "world", "unit": "bytes"}} {"kind": "a note", "text": "a"'
-        )
+        text = '{"name": "get_file_size", "arguments": {"path": "me", "unit": "bytes"}} {"kind": "a note", "text": "a"'
         request = seeded(asked(text, max_tokens=120, **KINDS[kind]), seed)
         request = replace(request, sampling=replace(request.sampling, temperature=temperature))
         plain = fresh(engine, replace(request, speculation="off"))
