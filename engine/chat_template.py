@@ -25,7 +25,7 @@ from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.prompt_marks import Guard, Marks
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
-from engine.tool_calls import STATED, STATED_MARKERS, CallForm, find_form, read_objects, stated
+from engine.tool_calls import STATED_MARKERS, CallForm, find_form, read_objects, stated
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -69,6 +69,7 @@ class ChatTemplate:
         self._source = source
         self._tool_source = tool_source if tool_source is not None else source
         self.knows_tools = re.search(r"\btools\b", self._tool_source) is not None  # if only to list them
+        self.is_gemma = "<start_of_turn>" in self._source
         self._short_call_ids = re.search(r"length\s*!=\s*9", self._tool_source) is not None
         self._environment = make_environment()
         self._compiled: dict[str, jinja2.Template] = {}
@@ -153,7 +154,7 @@ class ChatTemplate:
         """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
         with_calls = tools or any(message.role == "tool" or message.tool_calls for message in messages)
         if with_calls and self.call_form.stated:
-            messages, tools = stated(messages, tools, STATED), ()
+            messages, tools = stated(messages, tools, self.call_form), ()
         if self._short_call_ids:
             messages = [_with_short_ids(message) for message in messages]
         return _Prompt(tuple(messages), tuple(tools), arguments)

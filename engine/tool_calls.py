@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.api import Message, tool_function, tool_name
+from engine.code_calls import code_rules, read_code, write_code
 from engine.errors import TemplateError, UsageError
 from engine.grammar import GrammarCompiler, JsonStyle
 
@@ -46,6 +47,8 @@ class CallForm:
     style: JsonStyle = _STYLE
     stated: bool = False
     """Stated in the system prompt, since the template knows no tools."""
+    code: bool = False
+    """Arguments as code writes them (code_calls.py), not as a JSON object."""
 
     @property
     def quotes_names(self) -> bool:
@@ -76,6 +79,11 @@ class CallForm:
         start = f"{literal(self.opener)} {_SPACE} {literal(rest)} call {again} {literal(self.tail)}"
         return f"start: {start}\ncall: {calls}\n{rules}"
 
+    def write(self, name: str, arguments: str) -> str:
+        """One call."""
+        arguments = write_code(arguments) if self.code else arguments or "{}"
+        return f"{self.head}{self._written(name)}{self.between}{arguments}{self.tail}"
+
     def bare_rules(self, compiler: GrammarCompiler, tool: Mapping[str, Any]) -> str:
         """What follows `{"name": ..., "arguments":` of a bare object."""
         return f'start: {_SPACE} {compiler.json_rule(parameters(tool), _what(tool), self.style)} {_SPACE} "}}"'
@@ -83,9 +91,20 @@ class CallForm:
     def _calls(self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         lines = []
         for i, tool in enumerate(tools):
-            arguments = compiler.json_rule(parameters(tool), _what(tool), self.style)
-            lines.append(f"c{i}: {compiler.literal(self._written(tool_name(tool)) + self.between)} {arguments}\n")
+            arguments, rules = self._arguments(compiler, tool, f"c{i}")
+            name = compiler.literal(self._written(tool_name(tool)) + self.between)
+            lines.append(f"c{i}: {name} {arguments}\n{rules}")
         return " | ".join(f"c{i}" for i in range(len(tools))), "".join(lines)
+
+    def _arguments(self, compiler: GrammarCompiler, tool: Mapping[str, Any], prefix: str) -> tuple[str, str]:
+        """(start, rules) of the grammar of a tool's arguments."""
+        schema = parameters(tool)
+
+        def json_rule(value: Mapping[str, Any] | bool) -> str:
+            return compiler.json_rule(value, _what(tool), self.style)
+
+        whole = json_rule(schema)
+        return (self.code and code_rules(prefix, schema, json_rule)) or (whole, "")
 
     def _written(self, name: str) -> str:
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.quotes_names else name
@@ -101,12 +120,12 @@ class CallForm:
             if found is None:
                 break
             name, arguments, end = found
-            if self.middle is not None and text.startswith(self.middle, end):
-                position = end + len(self.middle)
-            elif text.startswith(self.tail, end):
-                position = -1
-            else:
+            # One may begin with the other: the longer one is meant.
+            ends = sorted({self.tail, self.tail if self.middle is None else self.middle}, key=len, reverse=True)
+            last = next((piece for piece in ends if text.startswith(piece, end)), None)
+            if last is None:
                 break
+            position = -1 if last == self.tail else end + len(last)
             calls.append((name, arguments))
             if position < 0:
                 return calls, not text[end + len(self.tail) :].strip()
@@ -117,6 +136,9 @@ class CallForm:
             written = self._written(name) + self.between
             if text.startswith(written, start):
                 begin = start + len(written)
+                if self.code:
+                    found = read_code(text, begin, _json_end)
+                    return None if found is None else (name, *found)
                 end = _json_end(text, begin)
                 return None if end is None else (name, text[begin:end], end)
         return None
@@ -240,13 +262,26 @@ STATED = CallForm(
     stated=True,
 )
 
+STATED_AS_CODE = CallForm(
+    head="```tool_code\n",
+    between="(",
+    tail=")\n```",
+    middle=")\n",
+    opener="```tool_code",
+    stated=True,
+    code=True,
+)
+"""What Gemma 3 is prompted with for calls."""
+
 STATED_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm:
-    """The form in which a template writes calls; `STATED` where it writes none that can be read."""
+    """The form in which a template writes calls; a stated one where it writes none that can be read."""
     form = _found(template, tokenizer) if template.knows_tools else None
-    return form if form is not None else STATED
+    if form is not None:
+        return form
+    return STATED_AS_CODE if template.is_gemma else STATED
 
 
 def _found(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm | None:
@@ -340,8 +375,9 @@ def stated(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form
     plain: list[Message] = []
     for message in messages:
         if message.role == "tool":
-            result = f"<tool_response>\n{message.content}\n</tool_response>"
-            if plain and plain[-1].role == "user" and plain[-1].content.startswith("<tool_response>\n"):
+            begin, end = ("```tool_output\n", "\n```") if form.code else ("<tool_response>\n", "\n</tool_response>")
+            result = f"{begin}{message.content}{end}"
+            if plain and plain[-1].role == "user" and plain[-1].content.startswith(begin):
                 plain[-1] = replace(plain[-1], content=f"{plain[-1].content}\n{result}")
             else:
                 plain.append(Message(role="user", content=result))
@@ -363,11 +399,15 @@ def stated(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form
 
 def _told(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
     lines = "\n".join(json.dumps(tool_function(tool), ensure_ascii=False) for tool in tools)
-    call = f"{form.head}NAME{form.between}ARGUMENTS{form.tail}"
+    example, values = (
+        ("NAME(first=VALUE, second=VALUE)", "arguments by name, each value as JSON")
+        if form.code
+        else (f"NAME{form.between}ARGUMENTS", "arguments as a JSON object")
+    )
+    call = f"{form.head}{example}{form.tail.removeprefix(')') if form.code else form.tail}"
     return (
-        f"You can call these tools:\n{lines}\n\nTo call one, reply with nothing but its name and its arguments as a "
-        f"JSON object, in this form:\n{call}\n\nThe result comes in the next message. Without a need for a tool, "
-        "answer in plain words."
+        f"You can call these tools:\n{lines}\n\nTo call one, reply with nothing but its name and its {values}, in this "
+        f"form:\n{call}\n\nThe result comes in the next message. Without a need for a tool, answer in plain words."
     )
 
 
@@ -375,4 +415,4 @@ def _call_text(call: Mapping[str, Any], form: CallForm) -> str:
     function = tool_function(call)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f"{form.head}{function.get('name', '')}{form.between}{text or '{}'}{form.tail}"
+    return form.write(str(function.get("name", "")), text)

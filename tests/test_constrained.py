@@ -170,6 +170,20 @@ def test_an_unsupported_schema_is_refused_before_anything_is_generated(engine: L
         engine.generate(asked(json_schema={"$ref": "#"}))
 
 
+def test_with_tool_choice_none_calls_are_text_and_a_marker_of_one_token_cannot_be_written(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = asked(tools=TOOLS, tool_choice="none", max_tokens=20)
+    assert not reply_of(engine.generate(request)).tool_calls
+    assert engine.count_tokens(request) == engine.count_tokens(replace(request, tool_choice="auto"))
+    marked = replace(engine.template.call_form, opener="<|im_start|>")
+    monkeypatch.setitem(engine.template.__dict__, "call_form", marked)
+    (start,) = engine.tokenizer.encode("<|im_start|>", control=True)
+    eager = replace(request, sampling=replace(WILD, logit_bias={start: 1000.0}))
+    assert start not in reply_of(engine.generate(eager)).ids
+    assert start in reply_of(engine.generate(replace(eager, tools=()))).ids
+
+
 # -- replies under a schema --------------------------------------------------------------------------------------------
 
 

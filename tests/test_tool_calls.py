@@ -12,9 +12,11 @@ import pytest
 from call_templates import FAMILIES, Family
 
 from engine.api import Message, NamedTool, Request, ToolCall
+from engine.code_calls import write_code
 from engine.errors import SchemaError, UsageError
 from engine.grammar import GrammarCompiler, JsonStyle
-from engine.tool_calls import STATED, BareCall, CallForm, parameters, read_objects
+from engine.reply_plan import plan_reply
+from engine.tool_calls import STATED, STATED_AS_CODE, BareCall, CallForm, parameters, read_objects
 
 TOOLS = tuple(
     {
@@ -33,7 +35,7 @@ TOOLS = tuple(
 )
 ARGUMENTS = '{"path": "a.py", "line": 3}'
 ALL = list(FAMILIES)
-STATED_ONES = {"gemma3", "chatml", "no calls", "python calls"}
+STATED_ONES = {"gemma3": STATED_AS_CODE, "chatml": STATED, "no calls": STATED, "python calls": STATED}
 
 
 def user(text: str) -> Message:
@@ -44,8 +46,8 @@ def result(call: ToolCall, text: str) -> Message:
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
-def written(form: CallForm, *calls: tuple[str, str], between: str | None = None) -> str:
-    parts = [form._written(name) + form.between + arguments for name, arguments in calls]
+def written(form: CallForm, *calls: tuple[str, str]) -> str:
+    parts = [form._written(name) + form.between + (write_code(a) if form.code else a) for name, a in calls]
     return form.head + (form.middle or "?").join(parts) + form.tail
 
 
@@ -88,7 +90,7 @@ def test_each_family_has_its_own_form_found_from_its_template() -> None:
 
 @pytest.mark.parametrize("name", sorted(STATED_ONES))
 def test_a_template_that_writes_no_calls_has_the_stated_form(name: str) -> None:
-    assert FAMILIES[name].template.call_form is STATED
+    assert FAMILIES[name].template.call_form is STATED_ONES[name]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "chatml"])
@@ -104,11 +106,21 @@ def test_a_template_that_knows_no_tools_tells_of_them_in_the_system_prompt(name:
     text = template.render(messages, TOOLS)
     assert text.index("Be brief.") < text.index("You can call these tools:") < text.index("read")
     assert all(json.dumps(tool["function"]) in text for tool in TOOLS)
-    assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in text
-    assert written(STATED, ("get_file", ARGUMENTS)) in text
-    # One turn of the user, since some templates want the roles in turn.
-    responses = "<tool_response>\nprint()\n</tool_response>\n<tool_response>\npass\n</tool_response>"
-    assert responses in text
+    form, call_text, results = {
+        "chatml": (
+            '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+            '<tool_call>\n{"name": "get_file", "arguments": {"path": "a.py", "line": 3}}\n</tool_call>',
+            "<tool_response>\nprint()\n</tool_response>\n<tool_response>\npass\n</tool_response>",
+        ),
+        "gemma3": (
+            "```tool_code\nNAME(first=VALUE, second=VALUE)\n```",
+            '```tool_code\nget_file(path="a.py", line=3)\n```',
+            "```tool_output\nprint()\n```\n```tool_output\npass\n```",
+        ),
+    }[name]
+    assert form in text
+    assert call_text in text
+    assert results in text  # in one turn of the user, since some templates want the roles in turn
     assert "You can call" not in template.render(messages[:2])
 
 
@@ -140,6 +152,66 @@ def test_the_grammar_of_a_form_takes_its_calls_and_no_others(name: str) -> None:
         assert not accepts(written(form, ("get_file", arguments[:-1] + ', "more": 1}')), begun=begun)
         assert not accepts(written(form, one)[:-1], begun=begun)
         assert not accepts(written(form, one) + " and so on", begun=begun)
+
+
+CODE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"$ref": "#/$defs/n"},
+        "c": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["b"],
+    "$defs": {"n": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("b=3", {"b": 3}),
+        ('a="x, b=1)", b=3', {"a": "x, b=1)", "b": 3}),
+        ("b=-1, c=[true, false]", {"b": -1, "c": [True, False]}),
+        ('a="", b=0, c=[]', {"a": "", "b": 0, "c": []}),
+        ("", None),
+        ('a="x"', None),
+        ('b=3, a="x"', None),
+        ("b=3,c=[]", None),
+        ("b=3, ", None),
+        ("b=03", None),
+        ("b=3, d=1", None),
+    ],
+)
+def test_arguments_as_code_are_named_values_in_order(code: str, arguments: Any) -> None:
+    tokenizer = FAMILIES["gemma3"].tokenizer
+    compiler = GrammarCompiler(tokenizer)
+    rules = STATED_AS_CODE.rules(compiler, [{"name": "f", "parameters": CODE_SCHEMA}], several=True)
+    text = f"```tool_code\nf({code})\n```"
+    assert compiler.compile(rules, "it").accepts(text) is (arguments is not None)
+    if arguments is not None:
+        calls, whole = STATED_AS_CODE.read(text, ["f"])
+        assert whole
+        assert [(name, json.loads(found)) for name, found in calls] == [("f", arguments)]
+        jsonschema.validate(arguments, CODE_SCHEMA)
+        assert write_code(json.dumps(arguments)) == code
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"x-y": {"type": "integer"}}, "required": ["x-y"]},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"anyOf": [{"type": "object", "properties": {"x-y": {"const": 3}}, "additionalProperties": False}]},
+    ],
+)
+def test_arguments_that_are_no_names_are_one_object_in_code(schema: dict[str, Any]) -> None:
+    compiler = GrammarCompiler(FAMILIES["gemma3"].tokenizer)
+    grammar = compiler.compile(
+        STATED_AS_CODE.rules(compiler, [{"name": "f", "parameters": schema}], several=False), "it"
+    )
+    text = '```tool_code\nf({"x-y": 3})\n```'
+    assert grammar.accepts(text)
+    assert STATED_AS_CODE.read(text, ["f"]) == ([("f", '{"x-y": 3}')], True)
 
 
 def test_parameters_are_an_object_and_closed_where_the_schema_does_not_speak_of_more() -> None:
@@ -176,6 +248,21 @@ def test_a_schema_that_cannot_be_followed_names_its_tool(schema: dict[str, Any])
         compiler.compile(STATED.rules(compiler, tools, several=True), "the schema of the tool 'odd_one'")
 
 
+def test_a_forced_call_closes_the_reasoning_that_its_prompt_opened() -> None:
+    family = FAMILIES["deepseek-r1"]
+    for fields in ({"tools": TOOLS, "tool_choice": "required"}, {"json_schema": {"const": "x"}}):
+        request = Request(messages=(user("read"),), **fields)
+        ids = family.template.encode(request.messages, request.tools)
+        plan = plan_reply(request, ids, family.template, family.tokenizer, GrammarCompiler(family.tokenizer))
+        assert plan.thinking
+        assert plan.grammar is not None
+        matcher = plan.grammar.matcher()
+        assert matcher is not None
+        begun = family.tokenizer.spelled(matcher.forced())
+        head = family.template.call_form.head if request.tools else '"x"'
+        assert begun.startswith(f"</think>\n\n{head[:20]}")
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +277,8 @@ def test_calls_are_read_as_they_were_written(name: str) -> None:
     for cut in range(len(text)):
         found, whole = form.read(text[:cut], names)
         assert found == calls[: len(found)]
-        assert len(found) < len(calls)
+        # In code a line that has ended is a whole call.
+        assert len(found) < len(calls) or (form.code and cut >= text.rindex(")\n") + 2)
         assert not whole or text[:cut].strip() == written(form, *found)
     assert form.read(text + " more", names) == (calls, False)
 
