@@ -155,7 +155,6 @@ def sessions_app() -> typer.Typer:
 def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
     from engine.kv_folder import list_kept
     from goinfer_chat.fetch import size
-    from goinfer_chat.store import session_folder
 
     out = Stream(sys.stdout)
     with _store(context) as store:
@@ -170,7 +169,7 @@ def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
         return 0
     for line in columns([HEADINGS, *rows]):
         out.line(line)
-    if kept := list_kept(session_folder(context.obj["session_dir"]), set_aside=True):
+    if kept := list_kept(_folder(context), set_aside=True):
         total = sum(file.num_bytes for file in kept)
         Stream(sys.stderr).line(f"caches: {size(total)} of at most {size(_kv_cap_bytes())} (--kv-cap)", dim=True)
     return 0
@@ -183,6 +182,14 @@ def _as_json(store: Store, conversation: Conversation) -> dict[str, Any]:
         "kv_bytes_per_token": kv_format.position_bytes if kv_format else None,
         "kv_type": kv_format.kv_type if kv_format else None,
     }
+
+
+def _folder(context: typer.Context) -> Path:
+    """What a flag says, else what a variable or the settings file does."""
+    from goinfer_chat.settings import resolve
+    from goinfer_chat.store import session_folder
+
+    return session_folder(context.obj["session_dir"] or resolve({}, os.environ).session_dir)
 
 
 def _kv_cap_bytes() -> int:
@@ -355,10 +362,10 @@ def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) ->
 
 
 def _set_aside(context: typer.Context, *, yes: bool) -> int:
-    from goinfer_chat.store import session_folder, set_aside
+    from goinfer_chat.store import set_aside
 
     side = Stream(sys.stderr)
-    folder = session_folder(context.obj["session_dir"])
+    folder = _folder(context)
     if not yes and not _agreed(f"Move the conversations of {_shown(folder)} out of the way", side):
         return 0
     for path in set_aside(folder):
@@ -377,9 +384,9 @@ def _beside(file: Path) -> Path:
 
 @contextmanager
 def _store(context: typer.Context) -> Iterator[Store]:
-    from goinfer_chat.store import Store, session_folder
+    from goinfer_chat.store import Store
 
-    with Store(session_folder(context.obj["session_dir"])) as store:
+    with Store(_folder(context)) as store:
         yield store
 
 

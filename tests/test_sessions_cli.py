@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 from kv_conversations import identity
+from store_helpers import kept as keep
 
 from engine.api import Message, TurnStats
 from engine.errors import UsageError
@@ -321,3 +324,18 @@ def test_wrong_combinations_are_refused(sessions, store) -> None:
         sessions("import", "-", "--kv")
     with pytest.raises(UsageError, match="nothing to search"):
         sessions("search", " ")
+
+
+def test_the_folder_of_the_settings_file_counts_behind_flag_and_variable(tmp_path: Path) -> None:
+    kept_here, file = tmp_path / "here", tmp_path / "config.toml"
+    with Store(kept_here) as store:
+        keep(store, ("hi", "hello"), name="of the file")
+    file.write_text(f'session-dir = "{kept_here}"\n')
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GOINFER_CHAT_")}
+    env |= {"GOINFER_CHAT_CONFIG": str(file), "XDG_DATA_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "goinfer_chat", "sessions", "list"]
+    assert "of the file" in subprocess.run(command, capture_output=True, text=True, env=env, timeout=30).stdout
+    elsewhere = env | {"GOINFER_CHAT_SESSION_DIR": str(tmp_path / "other")}
+    assert (
+        "of the file" not in subprocess.run(command, capture_output=True, text=True, env=elsewhere, timeout=30).stdout
+    )
