@@ -154,7 +154,7 @@ class LiveView:
         if self._thinking and not self._quiet:
             num_words = len(self._thinking.split())
             seconds = seconds_text(self._clock() - self._thinking_since)
-            self._say(f"thought for {seconds}, {num_words:,} words")
+            self._say(f"thought for {seconds}, {num_words:,} words; /thinking shows them")
         self._thinking = ""
 
     def _say(self, text: str) -> None:

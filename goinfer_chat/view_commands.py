@@ -22,6 +22,14 @@ def _stats(agent: Agent, _argument: str) -> Outcome:
     return Outcome(stats_panel(turns, shutil.get_terminal_size().columns))
 
 
+def _thinking(agent: Agent, _argument: str) -> Outcome:
+    path = agent.live.path() if agent.live is not None else []
+    thoughts = [stored.message.thinking for stored in path if stored.message.role == "assistant"]
+    if not thoughts or not thoughts[-1]:
+        raise UsageError("there was no thinking before the last reply")
+    return Outcome(thoughts[-1])
+
+
 def _copy(agent: Agent, argument: str) -> Outcome:
     number, file = _which(argument)
     text = _last_reply(agent)
@@ -77,6 +85,12 @@ VIEW_COMMANDS: Final = (
         help="Copy the last reply, or its block of code N, to the clipboard or into FILE.",
         topic="screen",
         run=_copy,
+    ),
+    Command(
+        name="thinking",
+        help="Show what the model thought before its last reply.",
+        topic="screen",
+        run=_thinking,
     ),
     Command(name="stats", help="Show the figures of this conversation, turn by turn.", topic="screen", run=_stats),
 )

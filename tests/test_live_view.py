@@ -176,9 +176,9 @@ def test_thinking_is_shown_while_it_lasts_and_folded_after_it(turn: Any) -> None
     running.play(PrefillProgress(3, 3, 0), ThinkingDelta("What could "), ThinkingDelta("they mean?\n\x1b[2J"))
     assert running.screen.lines[0] == "What could they mean? ␛[2J"
     running.play(TextDelta("Hello"))
-    assert running.screen.lines[:2] == ["thought for 2.0 s, 5 words", "Hello"]
+    assert running.screen.lines[:2] == ["thought for 2.0 s, 5 words; /thinking shows them", "Hello"]
     running.play(Finished(reply()))
-    assert running.screen.lines == ["thought for 2.0 s, 5 words", "Hello", stats_line(reply())]
+    assert running.screen.lines == ["thought for 2.0 s, 5 words; /thinking shows them", "Hello", stats_line(reply())]
 
 
 def test_a_turn_with_a_tool_call_shows_its_state_and_its_time(turn: Any) -> None:

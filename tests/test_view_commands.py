@@ -11,6 +11,7 @@ from threading import Event
 import pytest
 from scripted_engine import ScriptedEngine, ScriptedTurn
 
+from engine.api import Message
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.clipboard import MAX_OSC_BYTES, copy_with_program, osc52
@@ -96,6 +97,17 @@ def test_stats_show_the_turns_of_this_conversation() -> None:
     assert "replies    2 tokens in 2 turns" in shown
     with pytest.raises(UsageError, match="no figures yet"):
         run(Agent(ScriptedEngine([ScriptedTurn()]), Settings()), "stats")
+
+
+def test_what_was_thought_before_the_last_reply_can_be_seen() -> None:
+    agent = asked()
+    with pytest.raises(UsageError, match="no thinking"):
+        run(agent, "thinking")
+    assert agent.live is not None
+    draft = agent.live.reply_to([Message(role="user", content="why")], model=agent.model)
+    with draft:
+        draft.finish(Message(role="assistant", content="so", thinking="hm\nwell"))
+    assert run(agent, "thinking").text == "hm\nwell"
 
 
 def test_raw_is_turned_over_and_the_panel_is_set() -> None:
