@@ -336,6 +336,7 @@ def test_the_youngest_gives_way_where_memory_is_short_and_says_the_same_later() 
         events = in_turn([engine.generate(request) for request in requests])
         replies = [reply_of(iter(got)) for got in events]
         assert len(engine._model.rows_per_step) > 300  # they could not all run at once
+        assert sum(engine._model.rows_per_step) < 3 * 300 + 400  # and little was read twice
         assert_nothing_leaks(engine)
     for request, reply, got in zip(requests, replies, events):
         assert words(reply) == words(alone(request, context_size=320))
@@ -474,6 +475,8 @@ def test_what_gave_way_is_not_cut_off_in_its_file(tiny: Path, tmp_path: Path, mo
         for name, got in zip("ab", in_turn([engine.generate(request) for request in requests.values()])):
             reply = reply_of(iter(got))
             texts[name] = [*reply.prompt_ids, *reply.ids]
+            size = (tmp_path / "kv" / f"{name}.giw-kv").stat().st_size
+            assert size * 0.9 < (reply.stats.kv_saved_bytes or 0) < size * 1.1  # nothing was written twice
         for block in spare:
             engine._pool.release(block)
     with load(tiny, context_size=512, threads=1, kv_folder=tmp_path / "kv", kv_sessions=2) as engine:

@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Answer, Running, read_answer, running_server
+from http_server import Answer as Got
+from http_server import Running, read_answer, running_server
 from tiny_models import write_tiny_model
 
 from engine.errors import UsageError
 from goinfer_chat.server.admission import Admission
+from goinfer_chat.server.chat import read_chat
 from goinfer_chat.server.command import ServeOptions
-from goinfer_chat.server.metrics import resident_bytes
+from goinfer_chat.server.fields import parse_body
+from goinfer_chat.server.metrics import Metrics, resident_bytes
 from goinfer_chat.server.security import Limits
+from goinfer_chat.server.served import Models, Served
+from goinfer_chat.server.streaming import Answer, Context
 
 LONG = {"messages": [{"role": "user", "content": "a long one"}], "max_tokens": 1900, "temperature": 0}
 KEY = "s3cret"
@@ -102,9 +107,41 @@ def test_work_stops_within_a_second_when_the_client_leaves(narrow: Running, phas
         assert again.json["usage"]["prefill_tokens"] == 1
 
 
+def test_one_who_stops_and_asks_again_keeps_to_one_slot(narrow: Running) -> None:
+    for name in narrow.engine._sessions.kept:
+        narrow.engine.forget(name)
+    for _ in range(5):
+        with narrow.send("/v1/chat/completions", {**LONG, "stream": True}) as connection:
+            for _ in range(3):
+                assert connection.recv(4096)
+        narrow.wait_until(lambda: narrow.is_idle)
+    assert len(narrow.engine._sessions.kept) == 1
+
+
 def test_a_client_that_reads_nothing_holds_up_nobody(narrow: Running) -> None:
     with narrow.send("/v1/chat/completions", {**LONG, "max_tokens": 30, "stream": True}):
         assert narrow.chat("other", 2).status == 200
+
+
+def test_a_client_that_takes_nothing_for_long_has_left(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("goinfer_chat.server.streaming.SEND_SECONDS", 0.1)
+    metrics = Metrics()
+
+    async def play() -> int:
+        served = Served(name="tiny", engine=narrow.engine, admission=Admission(1, 0))
+        job = read_chat(parse_body(json.dumps({**LONG, "stream": True}).encode()), Models([served]))
+
+        async def never(message: Any = None) -> Any:
+            await asyncio.sleep(100)
+
+        await Answer(job, Context(metrics, set()))({"path": "/v1/chat/completions"}, never, never)
+        return served.admission.num_running
+
+    started = time.perf_counter()
+    assert asyncio.run(play()) == 0
+    assert time.perf_counter() - started < 2
+    assert metrics.value("goinfer_disconnects_total") == 1
+    assert narrow.is_idle
 
 
 # ---------------------------------------------------------------- who waits
@@ -114,7 +151,7 @@ def test_one_runs_one_waits_and_the_others_are_told_at_once(narrow: Running) -> 
     waiting = narrow.send("/v1/chat/completions", {**LONG, "max_tokens": 1})
     narrow.wait_until(lambda: narrow.served.admission.num_waiting == 1)
 
-    def refused(_: int) -> tuple[Answer, float]:
+    def refused(_: int) -> tuple[Got, float]:
         started = time.perf_counter()
         return narrow.chat("too many"), time.perf_counter() - started
 

@@ -118,6 +118,24 @@ def test_what_runs_when_it_is_asked_to_end_comes_to_its_end_or_is_saved(tiny: Pa
     assert saved[0].stat().st_size > 50_000
 
 
+def test_what_a_kill_cut_off_is_asked_again_and_goes_on_from_its_file(tiny: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(tiny), "--session-dir", str(tmp_path))
+    with process(*flags) as server:
+        first = server.ask("/v1/chat/completions", asked(40)).json
+        text = first["choices"][0]["message"]["content"]
+        with server.send("/v1/chat/completions", asked(4000, text, "and more", stream=True)) as connection:
+            for _ in range(20):
+                assert connection.recv(4096)
+            server.end(signal.SIGKILL)
+    with process(*flags) as server:
+        again = server.ask("/v1/chat/completions", asked(20, text, "and more")).json
+        assert again["timings"]["restored_tokens"] >= first["usage"]["total_tokens"]
+        assert server.end()[0] == 0
+    with process("--model", str(tiny), GOINFER_CHAT_SESSION_DIR="") as server:
+        server.ask("/v1/chat/completions", asked(40))
+        assert server.ask("/v1/chat/completions", asked(20, text, "and more")).json["choices"] == again["choices"]
+
+
 def test_a_short_reply_is_waited_for(tiny: Path) -> None:
     with process("--model", str(tiny)) as server:
         with server.send("/v1/chat/completions", asked(600)) as connection:

@@ -184,6 +184,16 @@ def test_after_a_restart_the_words_find_their_file(tiny: Path, tmp_path: Path) -
         assert cold.say("after") == told
 
 
+def test_further_choices_leave_no_file_and_any_of_them_may_be_gone_on_with(tiny: Path, tmp_path: Path) -> None:
+    with running_server(tiny, folder=tmp_path / "kv") as server:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "three of them"}]
+        choices = server.chat(messages, 9, n=3, seed=5, temperature=1.0).json["choices"]
+        server.wait_until(lambda: server.is_idle)
+        assert len(list((tmp_path / "kv").glob("*.giw-kv"))) == 1
+        messages += [choices[2]["message"], {"role": "user", "content": "go on"}]
+        assert server.chat(messages, 3).json["usage"]["prefill_reused_tokens"] >= 13
+
+
 def test_replies_kept_on_the_disk_survive_a_cut_line_and_are_written_anew(tmp_path: Path) -> None:
     path = tmp_path / "replies.jsonl"
     question = [Message(role="user", content="hi")]

@@ -31,6 +31,9 @@ from goinfer_chat.terminal import Stream
 GRACE_SECONDS = 5.0
 """What replies get to come to their end when the server is asked to."""
 
+MAX_CONNECTIONS = 1024
+"""Also those on which nothing is asked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
@@ -121,6 +124,8 @@ def run_server(application: Application, listener: socket.socket, grace_seconds:
         lifespan="off",
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(grace_seconds) + 5,
         timeout_keep_alive=30,
     )
     GracefulServer(config, application, grace_seconds).run(sockets=[listener])

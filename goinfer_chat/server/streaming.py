@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,10 +21,14 @@ from goinfer_chat.server.metrics import Metrics
 from goinfer_chat.server.security import Receive, Scope, Send, answer
 from goinfer_chat.server.served import Served
 from goinfer_chat.server.transcripts import Turn
-from goinfer_chat.server.work import Work, reply_of
+from goinfer_chat.server.work import Work
 
 PING_SECONDS = 10.0
 """Silence after which a stream shows that it lives: less than what proxies and clients wait."""
+
+
+SEND_SECONDS = 60.0
+"""In which a client must take what it is sent. One that takes nothing has left, for all that it matters."""
 
 
 class Format(Protocol):
@@ -107,7 +111,7 @@ class Answer(Response):
             self._context.running.discard(work)
 
     async def _answer(self, scope: Scope, send: Send) -> None:
-        job = self._job
+        job, send = self._job, _with_patience(send)
         try:
             try:
                 if self._context.closing:
@@ -115,18 +119,21 @@ class Answer(Response):
                 async with job.model.admission.place(), self._work() as work, aclosing(work.events()) as events:
                     if job.stream:
                         await self._stream(events, send)
-                        last = job.format.end(self._finished())
                     else:
-                        whole = job.format.whole(await self._collect(events))
+                        async for _ in events:
+                            pass
+                    replies = _finished(work)
                 self._complete = True
                 if job.stream:
-                    await _send(send, last, last=True)
+                    await _send(send, job.format.end(replies), last=True)
                 else:
-                    await answer(send, 200, whole)
+                    await answer(send, 200, job.format.whole(replies))
             except asyncio.CancelledError:
                 if not self._context.closing:
                     raise
                 raise ApiError(503, "the server is shutting down", retry_after=5) from None
+        except StalledError:
+            self._context.metrics.count("goinfer_disconnects_total")
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets to know what it may
             told = from_exception(error)
             if told.code == "queue_full":
@@ -156,12 +163,12 @@ class Answer(Response):
                 raw = transcripts.begin_raw(request.prompt_ids or ())
                 requests.append(replace(request, conversation=raw[0]))
                 turns.append(raw)
-        self._replies: list[Reply | None] = [None] * len(requests)
+        work = Work(job.model.engine, requests, one_prompt=job.one_prompt)
         try:
-            async with Work(job.model.engine, requests, one_prompt=job.one_prompt).running() as work:
+            async with work.running():
                 yield work
         finally:
-            for number, (turn_, reply) in enumerate(zip(turns, self._replies)):
+            for number, (turn_, reply) in enumerate(zip(turns, work.replies)):
                 if isinstance(turn_, Turn):
                     turn_.end(reply, keep_conversation=number == 0)
                     if number:
@@ -171,25 +178,8 @@ class Answer(Response):
                 if reply is not None:
                     goes_on = turn_.goes_on if isinstance(turn_, Turn) else turn_[1]
                     self._context.metrics.reply(job.model.name, reply.stats, goes_on=goes_on)
-            if self._replies[0] is not None:
-                job.finished(self._replies[0].as_message())
-
-    async def _collect(self, events: AsyncGenerator[tuple[int, Event | None]]) -> list[Reply]:
-        async for number, event in events:
-            self._take(number, event)
-        return self._finished()
-
-    def _take(self, number: int, event: Event | None) -> None:
-        reply = reply_of(event)
-        if reply is not None:
-            self._replies[number] = reply
-
-    def _finished(self) -> list[Reply]:
-        """All replies. A cancelled one was so by the engine's end: nobody here cancels and goes on."""
-        replies = [reply for reply in self._replies if reply is not None]
-        if any(reply.finish_reason == "cancelled" for reply in replies):
-            raise ApiError(503, "the server is shutting down", retry_after=5)
-        return replies
+            if work.replies[0] is not None and work.replies[0].finish_reason != "cancelled":
+                job.finished(work.replies[0].as_message())
 
     async def _stream(self, events: AsyncGenerator[tuple[int, Event | None]], send: Send) -> None:
         """Nothing is sent before the engine has accepted the request, so what it refuses has a status of its own."""
@@ -214,9 +204,8 @@ class Answer(Response):
                     break
                 finally:
                     following = None
-                self._take(number, event)
                 if isinstance(event, Finished) and event.reply.finish_reason == "cancelled":
-                    self._finished()
+                    break
                 if event is not None:
                     await _send(send, form.event(number, event))
         finally:
@@ -235,6 +224,29 @@ _SSE_HEADERS = [
 async def _send(send: Send, parts: Sequence[bytes], *, last: bool = False) -> None:
     if parts or last:
         await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not last})
+
+
+def _finished(work: Work) -> list[Reply]:
+    """All replies. A cancelled one was so by the engine's end: nobody here cancels and goes on."""
+    replies = [reply for reply in work.replies if reply is not None]
+    if any(reply.finish_reason == "cancelled" for reply in replies):
+        raise ApiError(503, "the server is shutting down", retry_after=5)
+    return replies
+
+
+class StalledError(Exception):
+    """The client does not take what it is sent."""
+
+
+def _with_patience(send: Send) -> Send:
+    async def sent(message: MutableMapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+        except TimeoutError:
+            raise StalledError from None
+
+    return sent
 
 
 async def _gone(receive: Receive) -> None:

@@ -127,7 +127,11 @@ class Transcripts:
 
     def _end(self, turn: Turn, reply: Reply | None, base: bytes, digest: bytes, *, keep_conversation: bool) -> None:
         self._busy.discard(turn.name)
-        if reply is None or not reply.ids:
+        if reply is None:
+            return
+        if not reply.ids:  # cut off before its first token: the question asked again goes on with it
+            if keep_conversation:
+                self._stand(turn.name, _Place(base + digest, base + digest))
             return
         message = reply.as_message()
         head = _hash(digest, _canonical(message))

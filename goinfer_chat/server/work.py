@@ -30,6 +30,8 @@ class Work:
         self._arrived = asyncio.Event()
         self._told = False  # the loop knows that there are items
         self._num_ended = 0
+        self.replies: list[Reply | None] = [None] * len(requests)
+        """What each came to, also where it was stopped; all are known when `running` is left."""
         self._read = threading.Event()
         if not one_prompt:
             self._read.set()
@@ -90,6 +92,8 @@ class Work:
             for event in events:
                 if not isinstance(event, PrefillProgress):
                     self._read.set()
+                if isinstance(event, Finished):
+                    self.replies[number] = event.reply
                 self._put(number, event)
         except BaseException as error:  # noqa: BLE001 - raised again by the reader
             self._put(number, error)
@@ -111,7 +115,3 @@ class Work:
         self._num_alive -= 1
         if not self._num_alive:
             self._over.set()
-
-
-def reply_of(event: Event | None) -> Reply | None:
-    return event.reply if isinstance(event, Finished) else None
