@@ -129,7 +129,7 @@ class Generation:
         return len(self.ids) - len(self.table) + len(self._first)
 
     def give_way(self) -> None:
-        """Give back all K/V, for others to go on. The ids are kept, and evaluated again when there is room for all."""
+        """Give back all K/V, for others to go on. The ids are kept, and evaluated again as there is room."""
         self._given_up_to = len(self.ids)
         self.table.truncate(0)
         self.put_back = True

@@ -161,11 +161,9 @@ def _reserve(sessions: Sessions, generation: Generation, rows: Rows, younger: li
             return rows
         ids = rows.ids[: BLOCK_SIZE - len(rows.table) % BLOCK_SIZE]  # in the block that one row needs anyway
         rows = Rows(rows.table, ids, num_wanted=len(ids), num_drafted=len(ids) - 1)
-    # One that gave way waits for room for all of it, or it would have to give way again.
-    needed = generation.remaining if generation.put_back else len(rows.ids)
     while True:
         try:
-            sessions.reserve(rows.table, needed)
+            sessions.reserve(rows.table, len(rows.ids))
         except CacheFullError:
             if not younger:
                 raise
