@@ -382,10 +382,12 @@ class Agent:
         """About how many of them are in the file of this model from before another one went on."""
         if live.info.model == self.model or not self._has_files or not self.conversations.is_kept:
             return 0
-        replies = [stored for stored in live.path() if stored.model == self.model.identity and stored.stats]
-        if not replies or not self.conversations.store.has_kv_set_aside(live.id):
+        own = [stored for stored in live.path() if stored.model == self.model.identity]
+        if not own or not self.conversations.store.has_kv_set_aside(live.id):
             return 0
-        return (replies[-1].stats.context_used or 0) if replies[-1].stats else 0
+        if own[-1].stats is not None and own[-1].stats.context_used:
+            return own[-1].stats.context_used
+        return self.engine.count_tokens(self._request(live, live.messages(self.model.identity, at=own[-1].id)))
 
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)
