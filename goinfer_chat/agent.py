@@ -387,7 +387,7 @@ class Agent:
             return 0
         if own[-1].stats is not None and own[-1].stats.context_used:
             return own[-1].stats.context_used
-        return self.engine.count_tokens(self._request(live, live.messages(self.model.identity, at=own[-1].id)))
+        return self.engine.count_tokens(self._request(live, (), after=own[-1].id))
 
     def _now_read(self, live: LiveConversation) -> None:
         self._read.pop(live.id, None)

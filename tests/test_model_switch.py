@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -138,6 +139,27 @@ def test_a_template_that_was_given_is_for_the_model_of_the_start(models: tuple[P
             run(agent, f"model {model}")
             prompt = agent.engine.tokenizer.decode(ask(agent, "again")[0].prompt_ids)  # type: ignore[attr-defined]
             assert ("<user>" in prompt) == given
+
+
+def test_what_a_switch_back_costs_is_known_of_a_reply_that_was_cut_by_a_crash(
+    models: tuple[Path, Path], folder: Path
+) -> None:
+    first, second = models
+    with chatting(first, folder) as agent:
+        ask(agent, "hello")
+        assert agent.live is not None
+        with agent.conversations.store._database.writing() as connection:  # as it is found after a crash
+            connection.execute(
+                "UPDATE messages SET stats = NULL, finish_reason = 'interrupted' WHERE role = 'assistant'"
+            )
+        run(agent, f"model {second}")
+        ask(agent, "go on")
+        told = run(agent, f"model {first}")
+        again, _ = ask(agent, "")
+        new = again.stats.prompt_tokens - again.stats.prefill_reused_tokens
+        match = re.search(r"The next turn reads (\d+) tokens again", told)
+        assert match, told
+        assert abs(int(match[1]) - new) < 25  # the empty question, and what begins a reply
 
 
 def test_a_name_that_is_no_model_costs_nothing(models: tuple[Path, Path], folder: Path) -> None:
