@@ -34,7 +34,7 @@ MAX_ROWS = 512
 FEW_ROWS = 8
 """So many cost about as much as one: nobody's are cut smaller."""
 
-SHARED_CHUNK = 0.4
+SHARED_CHUNK = 0.25
 """Of the time of a chunk, what prompts may take of a step in which others wait for a token."""
 
 
@@ -45,7 +45,7 @@ class PrefillPace:
     cost about as much as 8, so no chunk is cut smaller.
     """
 
-    def __init__(self, target_seconds: float = 0.25, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, target_seconds: float = 0.4, max_rows: int = MAX_ROWS) -> None:
         self._target = target_seconds
         self._max_rows = max_rows
         self._fits = min(32, max_rows)
