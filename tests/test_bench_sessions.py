@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine, ScriptedTurn
 from tiny_models import write_tiny_model
-from tiny_vocab import CHATML_TEMPLATE
 
 from engine import load
 from engine.api import Message, Reply, Request, TurnStats, tool_name
@@ -26,7 +25,7 @@ from engine.tokenizer import Tokenizer
 from goinfer_chat.bench.asking import ask
 from goinfer_chat.bench.check import DECODE_TOKENS, WORDS, Phase, decode_phase, prefill_phase
 from goinfer_chat.bench.machine import Peaks
-from goinfer_chat.bench.replay import Replay, Restarts, beside_no_reuse, tool_role, tools_of
+from goinfer_chat.bench.replay import Replay, Restarts, beside_no_reuse, tools_of
 from goinfer_chat.bench.report import Summary
 from goinfer_chat.bench.texts import CODE, plain_text
 from goinfer_chat.bench.traffic import CHAT, COPY, Way, copied_share, measure, rate_of, ways_of
@@ -166,16 +165,6 @@ def test_a_session_has_ten_turns(engine: LocalEngine, num_turns: int) -> None:
 def test_an_engine_that_shows_no_tokens_cannot_replay() -> None:
     with pytest.raises(UsageError, match="the backend cpu does not show its token ids"):
         Replay(ScriptedEngine([ScriptedTurn(pieces=["x"])]), num_turns=1, reuse=True)
-
-
-def test_results_of_tools_are_the_users_words_where_a_template_knows_no_tools(
-    engine: LocalEngine, tmp_path: Path
-) -> None:
-    assert tool_role(engine) == "tool"
-    template = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML_TEMPLATE
-    path = write_tiny_model(tmp_path / "m.gguf", num_layers=1, metadata={"tokenizer.chat_template": template})
-    with load(path, threads=1) as other:
-        assert tool_role(other) == "user"
 
 
 def test_every_call_of_the_session_names_a_tool_and_gives_it_what_it_asks_for() -> None:

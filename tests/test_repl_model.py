@@ -172,7 +172,7 @@ def test_a_conversation_that_goes_on_in_another_process_says_what_it_would_have_
         None,
         *(turn["context_used"] for turn in said[:-1]),
     ]
-    assert re.search(r"1 conversation back with ([\d,]+) tokens in \d+ ms", terminal.text)
+    assert re.search(r"1 back: ([\d,]+) tok, \d+ ms", terminal.text)  # short, on 80 columns
     assert re.search(r"resumed (\d+) of \1 tokens, \d+ ms", terminal.text)
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from engine.api import Engine, Message, NamedTool, Request, ToolCall
-from engine.errors import TemplateError, UsageError
+from engine.errors import UsageError
 from goinfer_chat.bench.asking import GREEDY, Progress, ask, tokens_of
 from goinfer_chat.bench.more_tools import MORE_TOOLS
 from goinfer_chat.bench.peer_process import Peer
@@ -182,16 +182,13 @@ class Replay:
             raise UsageError(f"the session has {len(STEPS)} turns; play 1 to {len(STEPS)} of them, not {num_turns}")
         self._engine, self._peer, self._reuse, self._restarts = engine, peer, reuse, restarts
         self._tokens = tokens_of(engine)
-        role = tool_role(engine)
         self._prompts: list[tuple[Message, ...]] = []
         messages = [Message(role="system", content=SYSTEM), Message(role="user", content=TASK)]
         self._replies = [tuple(self._tokens.encode(step.reply)) for step in STEPS]
         for n, (step, ids) in enumerate(zip(STEPS[:num_turns], self._replies)):
             self._prompts.append(tuple(messages))
             call = ToolCall(id=f"call_{n}", name=step.tool, arguments=json.dumps(step.arguments))
-            result = Message(role=role, content=step.result)
-            if role == "tool":
-                result = replace(result, tool_call_id=call.id, name=call.name)
+            result = Message(role="tool", content=step.result, tool_call_id=call.id, name=call.name)
             messages += [Message(role="assistant", content="", ids=ids, tool_calls=(call.as_json(),)), result]
 
     def play(self, repeat: int, progress: Progress) -> list[TurnRow]:
@@ -265,14 +262,3 @@ def beside_no_reuse(rows: Sequence[TurnRow], without: Sequence[TurnRow]) -> list
         replace(row, without_ms=other.wall_ms, saved=other.wall_ms.over(row.wall_ms))
         for row, other in zip(rows, without, strict=True)
     ]
-
-
-def tool_role(engine: Engine) -> Literal["tool", "user"]:
-    """Whose words the results of tools are: the template's `tool`, or the user's where it has no such role."""
-    question = Message(role="user", content="?")
-    call = Message(role="assistant", content="!")
-    try:
-        engine.count_tokens(Request(messages=(question, call, Message(role="tool", content="?"))))
-    except TemplateError:
-        return "user"
-    return "tool"
