@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
 
+MAX_DIGITS = 24
+"""Of a number in a row: more than any format holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class JsonStyle:
     """What stands between items, and between a key and its value."""
@@ -46,18 +50,44 @@ class JsonStyle:
         }
 
 
+class TokenBytes:
+    """What grammars need to know of the tokens of a vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
+        self.begins_with_digit = np.array([piece[:1].isdigit() for piece in self._pieces])
+        self.ids = {piece[0]: id for id, piece in enumerate(self._pieces) if len(piece) == 1}
+        """Byte -> the token that is just that."""
+        self.letter = self.ids.get(ord("x"), 0)
+        """Which no number has."""
+
+    def digits_after(self, count: int, id: int) -> int:
+        """How many digits a text ends with, of which `count` stand before this token."""
+        piece = self._pieces[id]
+        rest = len(piece.rstrip(b"0123456789"))
+        return count + len(piece) if not rest else len(piece) - rest
+
+
 class Matcher:
     """Where a reply stands in a grammar. Raises EngineError where the parser gives up."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, bytes_of: TokenBytes) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
+        self._bytes_of = bytes_of
+        self._num_digits = [0]  # at the end of the text, after each token
 
     def allowed(self) -> NDArray[np.intp]:
-        """Ids that may come next, ascending; an end token is among them where the text may end."""
+        """Ids that may come next, ascending; an end token is among them where the text may end.
+
+        A number of `MAX_DIGITS` digits has no more: small models write digits for ever.
+        """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return np.flatnonzero(np.unpackbits(mask, count=self._vocab_size, bitorder="little"))
+        allowed = np.unpackbits(mask, count=len(self._bytes_of.begins_with_digit), bitorder="little").view(np.bool_)
+        if self._num_digits[-1] >= MAX_DIGITS and not allowed[self._bytes_of.letter]:  # else it is a text
+            fewer = allowed & ~self._bytes_of.begins_with_digit
+            allowed = fewer if fewer.any() else allowed
+        return np.flatnonzero(allowed)
 
     def forced(self) -> list[int]:
         """Ids that must come next, as the tokenizer would write their text; often none."""
@@ -69,12 +99,15 @@ class Matcher:
         """Take in ids up to the first that the grammar does not allow; how many were taken in."""
         count = self._matcher.try_consume_tokens(list(ids))
         self._check()
+        for id in ids[:count]:
+            self._num_digits.append(self._bytes_of.digits_after(self._num_digits[-1], id))
         return count
 
     def rewind(self, count: int) -> None:
         """Take back the last `count` ids."""
         if count and not self._matcher.rollback(count):
             raise EngineError(f"the grammar cannot take back {count} tokens")
+        del self._num_digits[len(self._num_digits) - count :]
 
     @property
     def may_end(self) -> bool:
@@ -94,20 +127,20 @@ class Matcher:
 class Grammar:
     """A set of texts."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, byte_ids: Mapping[int, int]) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, bytes_of: TokenBytes) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
-        self._byte_ids = byte_ids
+        self._bytes_of = bytes_of
 
     def matcher(self, start: bytes = b"") -> Matcher | None:
         """One that stands behind `start`; None if no text of the grammar begins with that."""
-        matcher = Matcher(self._matcher.deep_copy(), self._tokenizer.vocab_size)
-        ids = [self._byte_ids.get(byte, -1) for byte in start]
+        matcher = Matcher(self._matcher.deep_copy(), self._bytes_of)
+        ids = [self._bytes_of.ids.get(byte, -1) for byte in start]
         return matcher if -1 not in ids and matcher.advance(ids) == len(ids) else None
 
     def has_texts(self) -> bool:
         """False where nothing can begin a text; a dead end further on is found when a reply gets there."""
-        matcher = Matcher(self._matcher.deep_copy(), self._tokenizer.vocab_size)
+        matcher = Matcher(self._matcher.deep_copy(), self._bytes_of)
         if matcher.may_end:
             return True
         try:
@@ -165,7 +198,7 @@ class GrammarCompiler:
             matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(rules), log_level=0, limits=limits)
             if matcher.is_error():
                 raise SchemaError(f"{what} cannot be followed: {_first_line(matcher.get_error())}")
-            grammar = Grammar(matcher, self._tokenizer, self._byte_ids)
+            grammar = Grammar(matcher, self._tokenizer, self._bytes_of)
             if not grammar.has_texts():
                 raise SchemaError(f"{what} cannot be followed: nothing is valid under it")
             self._kept[rules] = grammar
@@ -182,9 +215,8 @@ class GrammarCompiler:
         return LLTokenizer(_Vocabulary(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.end_ids))  # type: ignore[arg-type]
 
     @functools.cached_property
-    def _byte_ids(self) -> dict[int, int]:
-        tokenizer = self._tokenizer
-        return {piece[0]: id for id in range(tokenizer.vocab_size) if len(piece := tokenizer.piece(id)) == 1}
+    def _bytes_of(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
 
 class _Vocabulary:

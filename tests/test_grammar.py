@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_vocab import spm_metadata
 
 from engine.errors import SchemaError, UsageError
-from engine.grammar import Grammar, GrammarCompiler, JsonStyle
+from engine.grammar import MAX_DIGITS, Grammar, GrammarCompiler, JsonStyle
 from engine.json_schema import MAX_DEPTH, checked_schema
 from engine.tokenizer import Tokenizer
 
@@ -352,6 +352,30 @@ def test_an_end_token_is_allowed_exactly_where_the_text_is_whole() -> None:
         matcher.advance(tokenizer.encode(digit))
         assert bool(tokenizer.end_ids.intersection(matcher.allowed().tolist())) is whole is matcher.may_end
         assert not matcher.must_end
+
+
+def test_numbers_end_and_texts_of_digits_do_not() -> None:
+    tokenizer = TOKENIZERS["bpe"]
+
+    def digits(schema: Any, start: str, limit: int = 60) -> int:
+        """How many digits in a row can be drawn."""
+        matcher, count = grammar(schema).matcher(), 0
+        assert matcher is not None
+        matcher.advance(tokenizer.encode(start))
+        (seven,) = tokenizer.encode("7")
+        while count < limit and seven in matcher.allowed():
+            assert matcher.advance([seven]) == 1
+            count += 1
+        matcher.rewind(3)
+        assert seven in matcher.allowed()
+        return count
+
+    assert digits({"type": "integer"}, "") == MAX_DIGITS
+    assert digits({"type": "number"}, "0.") == MAX_DIGITS
+    assert digits({"type": "number"}, "0.5e") == MAX_DIGITS
+    assert digits({"type": "string"}, '"') == 60
+    assert digits({"type": "string", "pattern": "^[0-9]{50}$"}, '"') == 50
+    assert grammar({"type": "number"}).accepts("7" * 99)
 
 
 def test_a_text_may_be_gone_on_with_from_any_byte() -> None:
