@@ -193,6 +193,7 @@ def test_what_a_server_does_not_tell_is_not_known_and_never_zero() -> None:
     with remote(says("hello", " there")) as (engine, _):
         stats = told(list(engine.generate(request())))[2].stats
     assert stats.prompt_tokens is stats.prefill_reused_tokens is stats.prefill_tokens is stats.completion_tokens is None
+    assert stats.kv_bytes is stats.seed is stats.draft_tokens is stats.draft_saved_ms is None
     assert stats.ttft_ms is not None
 
 

@@ -180,6 +180,27 @@ def test_the_responses_of_openai_whole_streamed_and_going_on(server: Running, cl
         client.responses.create(model="tiny", input="x", previous_response_id="resp_unknown")
 
 
+def test_a_prompt_counts_once_however_many_texts_go_on_with_it(client: openai.OpenAI) -> None:
+    prompts = ["once upon", "a time"]
+    one, three = (
+        client.completions.create(model="tiny", prompt=prompts, max_tokens=4, n=n, temperature=0).usage for n in (1, 3)
+    )
+    assert one is not None
+    assert three is not None
+    assert (one.prompt_tokens, one.completion_tokens * 3) == (three.prompt_tokens, three.completion_tokens)
+
+
+def test_two_limits_that_differ_are_refused_and_equal_ones_are_obeyed(server: Running) -> None:
+    assert server.chat("x", max_tokens=3, max_completion_tokens=3).json["usage"]["completion_tokens"] == 3
+    refused = server.chat("x", max_tokens=3, max_completion_tokens=4)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "max_tokens")
+
+
+def test_tokenize_without_a_text_names_the_field_it_wants(server: Running) -> None:
+    assert server.ask("/tokenize", {}).json["error"]["param"] == "content"
+    assert server.ask("/tokenize", {"prompt": "x"}).json == server.ask("/tokenize", {"content": "x"}).json
+
+
 def test_completions_go_on_with_text_and_with_ids(server: Running, client: openai.OpenAI) -> None:
     text = client.completions.create(model="tiny", prompt="once upon", max_tokens=7, temperature=0)
     ids = server.ask("/tokenize", {"content": "once upon"}).json["tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,31 +111,42 @@ class Incoming:
 
     def stats(self) -> TurnStats:
         """TTFT and the rate of decoding are measured here; the rest is what the server says, and None where it does
-        not."""
+        not. `timings` has llama.cpp's names, or ours from a server of this program."""
         usage, timings = self._usage, self._timings
         prompt = _count(usage.get("prompt_tokens"))
         reused = _count(_mapping(usage.get("prompt_tokens_details")).get("cached_tokens"))
         reused = _count(timings.get("cache_n")) if reused is None else reused
-        read = _count(timings.get("prompt_n"))
+        read = _first_count(timings, "prompt_n", "prefill_tokens")
         if read is None and prompt is not None and reused is not None:
             read = max(0, prompt - reused)
         said = _count(usage.get("completion_tokens"))
         known = said if said is not None else self._num_chunks
         seconds = None if self._first is None or self._last is None else self._last - self._first
-        drafted, accepted = _count(timings.get("draft_n")), _count(timings.get("draft_n_accepted"))
+        drafted = _first_count(timings, "draft_n", "draft_tokens")
+        accepted = _first_count(timings, "draft_n_accepted", "draft_accepted")
         return TurnStats(
             prompt_tokens=prompt,
             prefill_reused_tokens=reused,
             prefill_tokens=read,
             completion_tokens=said if said is not None or self.finish_reason is None else None,
             ttft_ms=None if self._first is None else (self._first - self._submitted) * 1e3,
-            prefill_tok_s=_number(timings.get("prompt_per_second")),
+            prefill_tok_s=_number(timings.get("prompt_per_second")) or _number(timings.get("prefill_tok_s")),
             decode_tok_s=(known - 1) / seconds if seconds and known > 1 else None,
             context_used=None if prompt is None or said is None else prompt + said,
             context_size=self._context_size,
+            kv_bytes=_count(timings.get("kv_bytes")),
+            seed=_count(timings.get("seed")),
+            forced_tokens=_count(timings.get("forced_tokens")),
             draft_tokens=drafted,
             draft_accepted=accepted,
             acceptance=accepted / drafted if drafted and accepted is not None else None,
+            tokens_per_step=_number(timings.get("tokens_per_step")),
+            undrafted_steps=_count(timings.get("undrafted_steps")),
+            draft_saved_ms=_number(timings.get("draft_saved_ms"), above=-math.inf),
+            draft_pauses=_count(timings.get("draft_pauses")),
+            restore_ms=_number(timings.get("restore_ms")),
+            restored_tokens=_count(timings.get("restored_tokens")),
+            kv_saved_bytes=_count(timings.get("kv_saved_bytes")),
         )
 
 
@@ -150,5 +162,9 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
+def _first_count(timings: Mapping[str, Any], *names: str) -> int | None:
+    return next((count for name in names if (count := _count(timings.get(name))) is not None), None)
+
+
+def _number(value: Any, above: float = 0.0) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > above else None

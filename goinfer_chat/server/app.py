@@ -105,7 +105,7 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
     async def tokenize(request: Request) -> Response:
         body = parse_body(await request.body())
         model = models.find(body.text("model"))
-        name = "content" if "content" in body else "prompt"
+        name = "prompt" if "prompt" in body and "content" not in body else "content"
         text = body.required_text(name)
         special, pieces = body.boolean("parse_special"), body.boolean("with_pieces")
         body.labels("content", "prompt")

@@ -52,6 +52,8 @@ def read_chat(body: Fields, models: Models) -> Job:
     if top is not None and not logprobs:
         raise body.invalid("top_logprobs", "needs logprobs")
     newer, older = (body.integer(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens"))
+    if None not in (newer, older) and newer != older:
+        raise body.invalid("max_tokens", "is another than max_completion_tokens; give one of them")
     stream = body.boolean("stream")
     include_usage = read_stream_options(body, stream)
     body.labels("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")

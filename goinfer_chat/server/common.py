@@ -212,9 +212,10 @@ def read_speculation(body: Fields, default: SpeculationMode | None) -> Speculati
     return next((mode for mode in get_args(SpeculationMode) if mode == chosen), default)
 
 
-def usage(replies: Sequence[Reply], *, one_prompt: bool = True) -> dict[str, Any]:
-    """Tokens of an answer, in OpenAI's words and ours. A prompt that several choices share counts once."""
-    prompts = [reply.stats for reply in (replies[:1] if one_prompt else replies)]
+def usage(replies: Sequence[Reply], *, num_prompts: int = 1) -> dict[str, Any]:
+    """Tokens of an answer, in OpenAI's words and ours. A prompt that several choices share, one after the other,
+    counts once."""
+    prompts = [reply.stats for reply in replies[:: len(replies) // num_prompts]]
     prompt = sum(stats.prompt_tokens or 0 for stats in prompts)
     reused = sum(stats.prefill_reused_tokens or 0 for stats in prompts)
     completion = sum(reply.stats.completion_tokens or 0 for reply in replies)

@@ -64,7 +64,7 @@ def read_completion(body: Fields, models: Models) -> Callable[[], Job]:
                 cancel=Flag(),
             )
             requests += choices_of(replace(request), count)
-        form = CompletionFormat(model.name, include_usage=include_usage, one_prompt=len(prompts) == 1)
+        form = CompletionFormat(model.name, include_usage=include_usage, num_prompts=len(prompts))
         return Job(model=model, requests=requests, format=form, stream=stream, one_prompt=len(prompts) == 1)
 
     return lambda: made(make)
@@ -109,7 +109,7 @@ def _ids(prompt: str | list[int], tokenizer: Tokens, *, special: bool) -> tuple[
 class CompletionFormat:
     """Completions, whole or in chunks."""
 
-    def __init__(self, model: str, *, include_usage: bool, one_prompt: bool) -> None:
+    def __init__(self, model: str, *, include_usage: bool, num_prompts: int) -> None:
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -117,7 +117,7 @@ class CompletionFormat:
             "model": model,
         }
         self._include_usage = include_usage
-        self._one_prompt = one_prompt
+        self._num_prompts = num_prompts
 
     def start(self) -> list[bytes]:
         return []
@@ -135,7 +135,7 @@ class CompletionFormat:
     def end(self, replies: Sequence[Reply]) -> list[bytes]:
         last = []
         if self._include_usage:
-            last.append(sse({**self._head, "choices": [], "usage": usage(replies, one_prompt=self._one_prompt)}))
+            last.append(sse({**self._head, "choices": [], "usage": usage(replies, num_prompts=self._num_prompts)}))
         return [*last, sse("[DONE]")]
 
     def failed(self, error: ApiError) -> list[bytes]:
@@ -149,7 +149,7 @@ class CompletionFormat:
             _choice(number, reply.text, _logprobs(reply.logprobs), finish_reason(reply))
             for number, reply in enumerate(replies)
         ]
-        figures = {"usage": usage(replies, one_prompt=self._one_prompt), "timings": timings(replies[0])}
+        figures = {"usage": usage(replies, num_prompts=self._num_prompts), "timings": timings(replies[0])}
         return {**self._head, "choices": choices, **figures}
 
     def _chunk(self, choice: dict[str, Any], **fields: Any) -> bytes:
