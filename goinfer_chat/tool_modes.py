@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.api import Reply, ToolCall
-from engine.errors import EngineError, UsageError
+from engine.errors import EngineError, GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
@@ -59,6 +59,12 @@ def _look_first(agent: Agent) -> None:
     agent.must_look = True
 
 
+class CutCallError(GoinferError):
+    """A forced call that did not come to its end."""
+
+    exit_code = EXIT_CODES["cut"]
+
+
 def run_with_schema(settings: Settings, make_engine: EngineFactory, text: str | None, schema: str) -> int:
     """One question whose reply is valid under a schema. Returns the exit code."""
     found = parse_schema(schema)
@@ -78,7 +84,7 @@ def run_with_schema(settings: Settings, make_engine: EngineFactory, text: str | 
 def run_forced(settings: Settings, make_engine: EngineFactory, text: str | None, tool: str, execute: bool) -> int:
     """One call of this tool, printed and, if asked for, run. Returns the exit code.
 
-    Raises EngineError when the call was cut before its end: then nothing is run.
+    Raises CutCallError when the call was cut before its end: then nothing is run.
     """
     asked = text_of(text)
     if not asked or not asked.strip():
@@ -105,13 +111,11 @@ def run_forced(settings: Settings, make_engine: EngineFactory, text: str | None,
 
 
 def _call_of(reply: Reply) -> ToolCall:
-    if not reply.tool_calls:
-        raise EngineError(
-            "the call was cut before its end, so there is none; allow more --max-tokens"
-            if reply.finish_reason == "length"
-            else "the model wrote no call"
-        )
-    return reply.tool_calls[0]
+    if reply.tool_calls:
+        return reply.tool_calls[0]
+    if reply.finish_reason == "length":
+        raise CutCallError("the call was cut before its end, so there is none; allow more --max-tokens")
+    raise EngineError("the model wrote no call")
 
 
 def _print(replies: Stream, settings: Settings, call: ToolCall, result: ToolResult | None, code: int) -> int:

@@ -70,6 +70,8 @@ def play_turn(agent: Agent, ask: Ask, view: View, take_keys: Callable[[], None] 
     assert reply is not None, "an engine ends with Finished or raises"
     if code is None:
         code = INTERRUPTED if reply.finish_reason == "cancelled" else 0
+    if not code and agent.schema is not None and reply.finish_reason == "length":
+        code = EXIT_CODES["cut"]  # half a JSON text, which nobody should take for a valid one
     return Played(reply, code)
 
 

@@ -244,11 +244,22 @@ def test_a_forced_call_is_run_where_it_may(program: Program, project: Path) -> N
 def test_a_forced_call_that_was_cut_is_an_error_and_not_run(program: Program, project: Path) -> None:
     cut = {**WRITE, "pieces": ["x"]}
     done = program([cut], "run", "--tool", "write_file", "--execute", "--yes", "--max-tokens", "1", "make b.txt")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.splitlines()[-1] == (
         "error: the call was cut before its end, so there is none; allow more --max-tokens"
     )
     assert not (project / "b.txt").exists()
+
+
+def test_a_reply_under_a_schema_that_was_cut_has_an_exit_code_of_its_own(program: Program, project: Path) -> None:
+    (project / "schema.json").write_text('{"type": "string"}', encoding="utf-8")
+    turns = [{"pieces": ['"ab', 'cd"']}]
+    cut = program(turns, "run", "--schema", "schema.json", "--max-tokens", "1", "a word")
+    assert (cut.returncode, cut.stdout) == (5, '"ab\n')
+    whole = program(turns, "run", "--schema", "schema.json", "--max-tokens", "2", "a word")
+    assert (whole.returncode, whole.stdout) == (0, '"abcd"\n')
+    text = program(turns, "run", "--max-tokens", "1", "a word")
+    assert (text.returncode, text.stdout) == (0, '"ab\n')
 
 
 def test_tools_in_a_script_of_turns(program: Program, project: Path) -> None:
