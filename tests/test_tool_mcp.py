@@ -87,6 +87,21 @@ def test_a_server_that_cannot_be_used_is_one_error(servers: McpServers) -> None:
         McpServer(name="both", command=("x",), url="y")
 
 
+def test_a_server_that_prints_something_else_writes_nothing_on_the_terminal() -> None:
+    script = (
+        "from tools.mcp_servers import *\n"
+        "server = McpServer(name='noisy', command=('sh', '-c', 'echo noise; exit 3'))\n"
+        "with McpServers() as servers:\n"
+        "    try:\n"
+        "        servers.connect(server)\n"
+        "    except ToolSetupError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=SERVER.parent.parent)
+    assert done.stdout.startswith("MCP server noisy cannot be used: ")
+    assert done.stderr == ""
+
+
 def test_a_server_that_died_is_a_result(context: ToolContext) -> None:
     code = (
         "import os, runpy, threading; threading.Timer(2, os._exit, (0,)).start(); "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import threading
@@ -166,6 +167,9 @@ async def _hold(server: McpServer, ready: Future[tuple[Client, list[Any]]], end:
 
 async def _client(server: McpServer, stack: AsyncExitStack) -> Client:
     from mcp import Client, StdioServerParameters, stdio_client
+
+    # Without a handler of its own, what the package logs of a server's lines goes to the terminal.
+    logging.getLogger("mcp").addHandler(logging.NullHandler())
 
     if server.url is not None:
         from httpx2 import AsyncClient, Timeout
