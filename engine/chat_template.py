@@ -11,11 +11,10 @@ models do, and a mark may change what it finds; then that message goes without.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jinja2
@@ -23,6 +22,20 @@ import jinja2
 from engine.api import Message, tool_function
 from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.prompt_marks import Guard, Marks
+from engine.prompt_values import (
+    ALL,
+    AS_CALL,
+    CONTROLS_AND_ANCHOR,
+    CONTROLS_ONLY,
+    WHOLE,
+    Marking,
+    Prompt,
+    arguments_of,
+    forms_of,
+    name_of,
+    name_of_first_call,
+    with_short_ids,
+)
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
 from engine.tool_calls import STATED_MARKERS, CallForm, find_form, read_objects, stated
@@ -35,10 +48,6 @@ _PLAIN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content | trim + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-
-_CONTROLS_ONLY, _CONTROLS_AND_ANCHOR, _ALL, _AS_CALL, _WHOLE = range(5)
-"""How what an assistant said is marked; more is better. The last two stand for a reply whose ids are known: the
-template is given an anchor in place of all it said, as the name of its one call or as its content."""
 
 
 class ChatTemplate:
@@ -105,7 +114,7 @@ class ChatTemplate:
     ) -> str:
         """What the template makes of messages and tools, also if it cannot write calls."""
         arguments = {"add_generation_prompt": add_generation_prompt}
-        return self._accepted(_Prompt(tuple(messages), tuple(tools), arguments))[1]
+        return self._accepted(Prompt(tuple(messages), tuple(tools), arguments))[1]
 
     def encode(
         self,
@@ -150,18 +159,18 @@ class ChatTemplate:
 
     def _prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-    ) -> _Prompt:
+    ) -> Prompt:
         """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
         with_calls = tools or any(message.role == "tool" or message.tool_calls for message in messages)
         if with_calls and self.call_form.stated:
             messages, tools = stated(messages, tools, self.call_form), ()
         if self._short_call_ids:
-            messages = [_with_short_ids(message) for message in messages]
-        return _Prompt(tuple(messages), tuple(tools), arguments)
+            messages = [with_short_ids(message) for message in messages]
+        return Prompt(tuple(messages), tuple(tools), arguments)
 
-    def _accepted(self, prompt: _Prompt) -> tuple[_Prompt, str]:
+    def _accepted(self, prompt: Prompt) -> tuple[Prompt, str]:
         """The prompt in the first form that the template accepts, and its text."""
-        forms = _forms(prompt.messages, knows_developer="developer" in self._source)
+        forms = forms_of(prompt.messages, knows_developer="developer" in self._source)
         for messages in forms[:-1]:
             form = replace(prompt, messages=messages)
             try:
@@ -172,7 +181,7 @@ class ChatTemplate:
         form = replace(prompt, messages=forms[-1])
         return form, self._render(form)
 
-    def _render(self, prompt: _Prompt, marking: _Marking | None = None) -> str:
+    def _render(self, prompt: Prompt, marking: Marking | None = None) -> str:
         try:
             return render(self._template(bool(prompt.tools)), {**self._token_texts, **prompt.variables(marking)})
         except UsageError:
@@ -217,7 +226,7 @@ class ChatTemplate:
         control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
         return Guard(control | {text for text in user_defined if text.strip() and text in source})
 
-    def _marked(self, prompt: _Prompt, text: str, marks: Marks) -> tuple[str, Mapping[int, int]]:
+    def _marked(self, prompt: Prompt, text: str, marks: Marks) -> tuple[str, Mapping[int, int]]:
         """The rendered text with marks, and the level of each reply.
 
         What people and tools wrote is marked, whatever the template would have found in it. What an assistant said is
@@ -225,12 +234,12 @@ class ChatTemplate:
         """
         replies = [number for number, message in enumerate(prompt.messages) if message.role == "assistant"]
         spelled = any(map(self._guard.finds, prompt.texts()))
-        levels = dict.fromkeys(replies, _CONTROLS_ONLY)
+        levels = dict.fromkeys(replies, CONTROLS_ONLY)
         if not spelled and not any(prompt.messages[number].ids for number in replies):
             return text, levels
 
         def marked(levels: Mapping[int, int]) -> str:
-            return self._render(prompt, _Marking(marks, self._guard, self._control_guard, levels))
+            return self._render(prompt, Marking(marks, self._guard, self._control_guard, levels))
 
         best = marked(levels) if spelled else text
         plain = marks.removed_from(best)
@@ -247,20 +256,20 @@ class ChatTemplate:
             return True
 
         known = {number for number in replies if self._stands_for(prompt.messages[number])}
-        for call in (_WHOLE, _AS_CALL):
-            wanted = {n: _ALL if n not in known else call if prompt.messages[n].tool_calls else _WHOLE for n in replies}
+        for call in (WHOLE, AS_CALL):
+            wanted = {n: ALL if n not in known else call if prompt.messages[n].tool_calls else WHOLE for n in replies}
             if attempt(wanted):
                 return self._with_glue(prompt, plain, best, marks, levels), levels
-        if attempt(dict.fromkeys(replies, _ALL)):
+        if attempt(dict.fromkeys(replies, ALL)):
             return best, levels
-        attempt(dict.fromkeys(replies, _CONTROLS_AND_ANCHOR))
+        attempt(dict.fromkeys(replies, CONTROLS_AND_ANCHOR))
         for number in replies:
             message = prompt.messages[number]
-            for level in (_WHOLE, _AS_CALL, _ALL, _CONTROLS_AND_ANCHOR):
-                if level >= _AS_CALL and (number not in known or (level == _AS_CALL and not message.tool_calls)):
+            for level in (WHOLE, AS_CALL, ALL, CONTROLS_AND_ANCHOR):
+                if level >= AS_CALL and (number not in known or (level == AS_CALL and not message.tool_calls)):
                     continue
                 now, then = (
-                    _Marking(marks, self._guard, self._control_guard, {number: tried}).message(number, message)
+                    Marking(marks, self._guard, self._control_guard, {number: tried}).message(number, message)
                     for tried in (levels[number], level)
                 )
                 if now == then or attempt({**levels, number: level}):
@@ -280,11 +289,11 @@ class ChatTemplate:
         if not message.tool_calls:
             return True
         form = self.call_form
-        names = [name for name in map(_name_of, message.tool_calls) if name is not None]
+        names = [name for name in map(name_of, message.tool_calls) if name is not None]
         start = text.find(form.opener) if form.opener else -1
         calls = form.read(text[start:], names)[0] if start >= 0 else []
-        wanted = [(name, _arguments(tool_function(call))) for name, call in zip(names, message.tool_calls)]
-        found = [(name, _arguments({"arguments": arguments})) for name, arguments in calls or read_objects(text)]
+        wanted = [(name, arguments_of(tool_function(call))) for name, call in zip(names, message.tool_calls)]
+        found = [(name, arguments_of({"arguments": arguments})) for name, arguments in calls or read_objects(text)]
         return found == wanted
 
     def _agrees(self, plain: str, result: str, marks: Marks, levels: Mapping[int, int]) -> bool:
@@ -292,7 +301,7 @@ class ChatTemplate:
         position = last = 0
         text = marks.removed_from(result)
         for anchor, number in marks.anchors_in(result)[0]:
-            if levels.get(number, 0) < _AS_CALL:
+            if levels.get(number, 0) < AS_CALL:
                 continue
             place = self._whole_place(text, anchor, levels[number])
             if place is None:
@@ -307,14 +316,14 @@ class ChatTemplate:
 
     def _whole_place(self, text: str, anchor: int, level: int) -> tuple[int, int] | None:
         """(start, end) of what is replaced by the ids of a reply."""
-        if level == _WHOLE:
+        if level == WHOLE:
             return anchor, anchor
         start = anchor - len(self.call_form.head)
         ends = (text.find(self._tokenizer.token_text(id), anchor) for id in self._tokenizer.end_ids)
         end = min((end for end in ends if end >= 0), default=-1)
         return (start, end) if end >= 0 and start >= 0 and text.startswith(self.call_form.head, start) else None
 
-    def _with_glue(self, prompt: _Prompt, plain: str, marked: str, marks: Marks, levels: Mapping[int, int]) -> str:
+    def _with_glue(self, prompt: Prompt, plain: str, marked: str, marks: Marks, levels: Mapping[int, int]) -> str:
         """With what a generation prompt has and the template does not repeat once the reply is there: the empty
         `<think>` block of a model that is to answer at once, or the opening of one. The ids came after it."""
         if "think" not in self._source or not prompt.arguments.get("add_generation_prompt"):
@@ -323,7 +332,7 @@ class ChatTemplate:
         if not plain.startswith(without):
             return marked
         lead = plain[len(without) :]
-        anchors = {marks.anchor_of(number) for number, level in levels.items() if level == _WHOLE}
+        anchors = {marks.anchor_of(number) for number, level in levels.items() if level == WHOLE}
         pieces = marks.split_at(marked, anchors)
         for i in range(0, len(pieces) - 1, 2):
             shared = next((n for n in range(len(lead), 0, -1) if pieces[i].endswith(lead[:n])), 0)
@@ -361,7 +370,7 @@ class ChatTemplate:
         position = 0
         for anchor, number in anchors:
             message, level = messages[number], levels[number]
-            if level >= _AS_CALL:
+            if level >= AS_CALL:
                 place = self._whole_place(text, anchor, level)
             else:
                 place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
@@ -377,7 +386,7 @@ class ChatTemplate:
             replies = dict.fromkeys((raw, self._tokenizer.decode(message.ids or ())))
         except UsageError:  # ids of another model
             return
-        name = _name_of_first_call(message)
+        name = name_of_first_call(message)
         known = message.content if name is None else name
         before_anchor = len(known) if name is None else 0
         for reply in replies:
@@ -387,168 +396,6 @@ class ChatTemplate:
                 if start >= 0 and text.startswith(reply, start):
                     yield start, start + len(reply)
                 offset = reply.rfind(known, 0, offset + len(known) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What a template renders."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    arguments: Mapping[str, Any]
-
-    def variables(self, marking: _Marking | None = None) -> dict[str, Any]:
-        """The names that the template knows, as JSON values. Raises UsageError for what is no JSON value."""
-        if taken := {"messages", "tools"} & set(self.arguments):
-            raise UsageError(f"{taken.pop()!r} is no template argument: it is given already")
-        marking = marking if marking is not None else _Marking()
-        return {
-            **{name: _json(value, marking.text) for name, value in self.arguments.items()},
-            "messages": [marking.message(number, message) for number, message in enumerate(self.messages)],
-            "tools": _json(self.tools, marking.text) if self.tools else None,
-        }
-
-    def texts(self) -> Iterator[str]:
-        """Every text in it, in no order."""
-        todo: list[Any] = list(self.variables().values())
-        while todo:
-            value = todo.pop()
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, (dict, list)):
-                todo.extend(value)
-                todo.extend(value.values() if isinstance(value, dict) else ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Marking:
-    """Puts marks into what the template is given; none at all without `marks`."""
-
-    marks: Marks | None = None
-    guard: Guard | None = None
-    control_guard: Guard | None = None
-    levels: Mapping[int, int] | None = None
-    """Message number -> how it is marked."""
-
-    def text(self, text: str) -> str:
-        """What people and tools wrote."""
-        return text if self.marks is None or self.guard is None else self.guard.protected(text, self.marks.split)
-
-    def message(self, number: int, message: Message) -> dict[str, Any]:
-        """A message as templates expect it."""
-        mark, anchor = self.text, ""
-        if self.marks is not None and self.levels is not None and number in self.levels:
-            level, split = self.levels[number], self.marks.split
-            if level == _WHOLE:
-                return {"role": message.role, "content": self.marks.anchor_of(number)}
-            if level == _AS_CALL:
-                call = {**message.tool_calls[0], "function": {"name": self.marks.anchor_of(number), "arguments": {}}}
-                return {"role": message.role, "content": "", "tool_calls": [call]}
-            guard = self.guard if level == _ALL else self.control_guard
-            if guard is not None:
-                mark = functools.partial(guard.protected, mark=split)
-            if level != _CONTROLS_ONLY and message.ids:
-                anchor = self.marks.anchor_of(number)
-        calls = [_json(_with_arguments(call), mark) for call in message.tool_calls]
-        content = mark(message.content)
-        if _name_of_first_call(message) is None:
-            content += anchor
-        else:
-            function: Any = tool_function(calls[0])
-            function["name"] = anchor + function["name"]
-        fields: dict[str, Any] = {"role": message.role, "content": content}
-        if message.thinking is not None:
-            # Two names are in use for it.
-            fields["reasoning_content"] = fields["thinking"] = mark(message.thinking)
-        if calls:
-            fields["tool_calls"] = calls
-        if message.tool_call_id is not None:
-            fields["tool_call_id"] = self.text(message.tool_call_id)
-        if message.name is not None:
-            fields["name"] = self.text(message.name)
-        return fields
-
-
-def _json(value: Any, mark: Callable[[str], str]) -> Any:
-    """The value as plain lists and dicts, key order kept, with each text (keys too) passed through `mark`."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return mark(value)
-    if isinstance(value, Mapping):
-        return {mark(str(key)): _json(item, mark) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(item, mark) for item in value]
-    raise UsageError(f"a chat template is given JSON values only, not a {type(value).__name__}")
-
-
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as an object, which templates expect, where they came as JSON text."""
-    call = dict(call)
-    if isinstance(call.get("function"), Mapping):
-        call["function"] = _with_arguments(call["function"])
-    elif isinstance(call.get("arguments"), str):
-        try:
-            arguments = json.loads(call["arguments"] or "{}")
-        except ValueError:
-            return call
-        if isinstance(arguments, dict):
-            call["arguments"] = arguments
-    return call
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """The arguments as a value, to be compared."""
-    try:
-        return _with_arguments(function).get("arguments")
-    except RecursionError:
-        return None
-
-
-def _name_of_first_call(message: Message) -> str | None:
-    return _name_of(message.tool_calls[0]) if message.tool_calls else None
-
-
-def _name_of(call: Mapping[str, Any]) -> str | None:
-    name = tool_function(call).get("name")
-    return name if isinstance(name, str) else None
-
-
-def _with_short_ids(message: Message) -> Message:
-    """Mistral's templates want nine letters and digits."""
-
-    def short(id: str) -> str:
-        letters = "".join(c for c in id if c.isascii() and c.isalnum())
-        return letters[-9:].rjust(9, "0")
-
-    calls = tuple({**call, "id": short(str(call.get("id", "")))} for call in message.tool_calls)
-    answers = None if message.tool_call_id is None else short(message.tool_call_id)
-    return replace(message, tool_calls=calls, tool_call_id=answers)
-
-
-def _forms(messages: tuple[Message, ...], *, knows_developer: bool) -> list[tuple[Message, ...]]:
-    """The forms that `ChatTemplate.encode` tells of, each once."""
-    if not knows_developer:
-        messages = tuple(replace(m, role="system") if m.role == "developer" else m for m in messages)
-    as_user = tuple(replace(m, role="user") if m.role in ("system", "developer") else m for m in messages)
-    forms = [messages]
-    for form in (_joined(messages), _joined(as_user)):
-        if form not in forms:
-            forms.append(form)
-    return forms
-
-
-def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
-    joined: list[Message] = []
-    for message in messages:
-        last = joined[-1] if joined else None
-        if last is not None and last.role == message.role != "tool" and not last.tool_calls and not message.tool_calls:
-            thinking = "\n\n".join(text for text in (last.thinking, message.thinking) if text) or None
-            content = f"{last.content}\n\n{message.content}"
-            joined[-1] = replace(last, content=content, thinking=thinking, ids=None)
-        else:
-            joined.append(message)
-    return tuple(joined)
 
 
 def _template_text(metadata: Mapping[str, Any], key: str) -> str | None:
