@@ -66,6 +66,10 @@ def _run(app: typer.Typer) -> int:
     try:
         if sys.stdout is None:
             raise GoinferError("standard output is closed, so a reply has nowhere to go")
+        if sys.argv[1:] == ["--version"]:
+            # Asked by itself it does not wait for what Typer imports to read flags.
+            Stream(sys.stdout).line(f"goinfer-chat {__version__}")
+            return 0
         return int(typer.main.get_command(app).main(prog_name="goinfer-chat", standalone_mode=False) or 0)
     except typer.Abort:
         return INTERRUPTED

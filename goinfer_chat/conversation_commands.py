@@ -9,7 +9,7 @@ from typing import Final
 
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent
-from goinfer_chat.listing import HEADINGS, SHORT, cells_of, columns, counted, excerpt, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, SHORT, cells_of, counted, excerpt, hit_lines, name_of, when
 from goinfer_chat.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
 from goinfer_chat.values import parse_int
@@ -91,8 +91,7 @@ def _sessions(agent: Agent, argument: str) -> Outcome:
     for conversation in conversations[:limit]:
         cells = cells_of(agent.conversations.store, conversation)
         rows.append(("*" if conversation.id == present else "", *cells[:SHORT]))
-    more = ["/sessions N shows more"] if len(conversations) > limit else []
-    return Outcome("\n".join([*columns(rows), *more]))
+    return Outcome("/sessions N shows more" if len(conversations) > limit else "", table=rows)
 
 
 def _resume(agent: Agent, argument: str) -> Outcome:

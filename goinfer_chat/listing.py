@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from goinfer_chat.cells import width
+
 if TYPE_CHECKING:
     from goinfer_chat.store import Conversation, SearchHit, Store
 
@@ -27,10 +29,16 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, its cells below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def columns(rows: Sequence[Sequence[str]], room: int | None = None) -> list[str]:
+    """A line for each row, its cells below each other.
+
+    `room`: what a line may take on the screen. The last columns are left out where they do not fit, but for the first
+    two.
+    """
+    widths = [max(map(width, column)) for column in zip(*rows)]
+    while room is not None and len(widths) > 2 and sum(widths) + 2 * (len(widths) - 1) > room:
+        widths.pop()
+    return ["  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths)).rstrip() for row in rows]
 
 
 def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:

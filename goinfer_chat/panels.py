@@ -152,9 +152,9 @@ def figures_panel(figures: TurnFigures, columns: int, max_rows: int, now: float)
     if max_rows < 2 or columns < 16:
         return [figures_line(figures, columns, now)] if max_rows else []
     columns = min(columns, MAX_COLUMNS)
-    rows = list(_rows(figures, columns - 4, now))
     if max_rows < MIN_BORDERED_ROWS:
-        return [cut_line(row, columns) for row in rows[:max_rows]]
+        return [cut_line(row, columns) for row in _rows(figures, columns, now)][:max_rows]
+    rows = list(_rows(figures, columns - 4, now))
     title = "working" if figures.tools and not figures.replying else "reading" if not figures.replying else "replying"
     if figures.thinking and figures.replying:
         title = "thinking"
@@ -220,7 +220,7 @@ def _row(label: str, text: str) -> Line:
 
 
 def _fitted(label: str, columns: int, bar: Line, *parts: str) -> Line:
-    """A row with as many of its parts as fit."""
+    """A row with as many of its parts as fit; without a bar the first one at least, for the caller to cut."""
     line: Line = (Run(f"{label:<{LABEL}}", DIM), *bar)
     left = columns - line_width(line)
     mark = "  " if bar else ""
@@ -229,6 +229,8 @@ def _fitted(label: str, columns: int, bar: Line, *parts: str) -> Line:
             line = (*line, Run(mark + part))
             left -= width(mark + part)
             mark = ", "
+    if len(line) == 1:
+        line = (*line, Run(next(filter(None, parts), "")))
     return merged(line)
 
 

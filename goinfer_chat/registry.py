@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import Final
 
 from engine.errors import UsageError
+from goinfer_chat import listing
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.attachments import matching_files
 from goinfer_chat.script import CommandLine
@@ -24,6 +25,8 @@ class Outcome:
     text: str = ""
     rows: Sequence[tuple[str, str]] = ()
     """A list of names and what they mean, to be laid out below the text; a row without a meaning is a heading."""
+    table: Sequence[Sequence[str]] = ()
+    """Rows of cells, to be laid out above the text; the last cells of all are left out where a line has no room."""
     ask: Ask | None = None
     edit: Ask | None = None
     """To be asked when a person has changed its text in an editor."""
@@ -34,8 +37,9 @@ class Outcome:
     quit: bool = False
 
     def shown(self, columns: int) -> str:
-        """The text and the rows, for lines of so many columns."""
-        return "\n".join([*([self.text] if self.text else []), *definitions(self.rows, columns)])
+        """The table, the text and the rows, for lines of so many columns."""
+        table = listing.columns(self.table, columns) if self.table else []
+        return "\n".join([*table, *([self.text] if self.text else []), *definitions(self.rows, columns)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
 """What the program remembers from start to start without being told: how large the panel is.
 
-A small JSON file in the user's folder for data. Nothing depends on it: where it cannot be read or written, nothing is
-remembered.
+A small JSON file in the user's folder for data, for its owner alone. Nothing depends on it: where it cannot be read or
+written, nothing is remembered.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import platformdirs
+
+from goinfer_chat.store.folder import write_private
 
 FILE: Final = "remembered.json"
 
@@ -27,9 +28,7 @@ def remember(name: str, value: str) -> None:
     with suppress(OSError):
         path = _path()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(_read() | {name: value}), encoding="utf-8")
-        temporary.replace(path)
+        write_private(path, iter([json.dumps(_read() | {name: value}).encode()]))
 
 
 def _read() -> dict[str, Any]:

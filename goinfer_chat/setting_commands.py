@@ -110,7 +110,7 @@ def _cache(info: ModelInfo, used: int) -> str:
 
 
 def _save(agent: Agent, argument: str) -> Outcome:
-    from goinfer_chat.settings_file import read_settings_file, save_settings, settings_path
+    from goinfer_chat.settings_file import has_profile, read_settings_file, save_settings, settings_path
 
     settings = agent.settings
     profile = argument or settings.profile
@@ -118,18 +118,19 @@ def _save(agent: Agent, argument: str) -> Outcome:
     if path is None:
         raise UsageError("there is no place for a settings file; start with --config FILE")
     there = path.exists()
-    saved = Settings().changed(read_settings_file(settings.config, settings.profile) if there else {})
+    is_new = profile is not None and not (there and has_profile(settings.config, profile))
+    saved = Settings().changed(read_settings_file(settings.config, None if is_new else profile) if there else {})
     changed: dict[str, Any] = {
         setting.flag: settings.value(setting.name)
         for setting in _IN_CHAT
         if setting.flag not in _REMEMBERED and settings.value(setting.name) != saved.value(setting.name)
     }
     where = true_text(str(path))
-    if not changed:
-        return Outcome(f"{where} has all of them already.")
-    save_settings(path, changed, profile)
     under = f" under [profile.{profile}]" if profile else ""
-    return Outcome(f"Written to {where}{under}: {', '.join(changed)}.")
+    if not changed and not is_new:
+        return Outcome(f"{where} has all of them already{under}.")
+    save_settings(path, changed, profile)
+    return Outcome(f"Written to {where}{under}: {', '.join(changed) or 'nothing that differs from the keys above it'}.")
 
 
 def setting_commands() -> list[Command]:

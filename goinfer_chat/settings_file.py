@@ -67,6 +67,14 @@ def read_settings_file(chosen: str | None, profile: str | None) -> dict[str, Any
     return values | by_profile[profile]
 
 
+def has_profile(chosen: str | None, profile: str) -> bool:
+    """Raises UsageError where the file cannot be read."""
+    path = settings_path(chosen)
+    tables = read_tables(path, must_be_there=False) if path is not None else None
+    profiles = (tables or {}).get(PROFILES, {})
+    return isinstance(profiles, dict) and profile in profiles
+
+
 def read_servers(chosen: str | None) -> tuple[dict[str, Any], str]:
     """The tables of MCP servers by name, and what the file is called. Raises UsageError."""
     path = settings_path(chosen)

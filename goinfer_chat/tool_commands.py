@@ -29,12 +29,12 @@ def _tools(agent: Agent, argument: str) -> Outcome:
         for word in words:
             toolbox.use(Choice(names=(word,), on=True))  # refuses a name that is not there
         toolbox.use(Choice(names=tuple(names), on=bool(names)))
-    lines = [
-        f"{'on ' if tool.name in toolbox.in_use else 'off'}  {tool.name:<16} {tool.risk:<6} {tool.description}"
+    rows = [
+        (f"{'on ' if tool.name in toolbox.in_use else 'off'}  {tool.name:<16} {tool.risk:<6}", tool.description)
         for tool in toolbox.registry.tools
     ]
-    where = f"They work in {toolbox.root.path}."
-    return Outcome("\n".join([*toolbox.notices, *lines, where + cost(agent)]))
+    where = f"The tools work in {toolbox.root.path}."
+    return Outcome("\n".join([*toolbox.notices, where + cost(agent)]), rows=rows)
 
 
 def _call(agent: Agent, argument: str) -> Outcome:

@@ -63,7 +63,8 @@ def end_line(event: TurnEnded) -> str | None:
 def _cost(cost: Cost) -> str:
     steps = f"{cost.steps} step{'s' if cost.steps != 1 else ''}"
     calls = f"{cost.calls} call{'s' if cost.calls != 1 else ''}"
-    return f"{steps}, {calls}, {cost.read_tokens:,} tokens read, {cost.written_tokens:,} written"
+    read = f"{cost.read_tokens:,} token{'s' if cost.read_tokens != 1 else ''} read"
+    return f"{steps}, {calls}, {read}, {cost.written_tokens:,} written"
 
 
 def diff_lines(diff: str) -> list[str]:

@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 from engine.api import Event, Finished, Message, Notice, Reply
 from engine.errors import EngineError, GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.cells import width
 from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversation_commands import recent, resumed
 from goinfer_chat.conversations import Conversations
@@ -315,10 +316,21 @@ def test_sessions_lists_them_and_marks_the_one_that_goes_on(start: Start) -> Non
         run(agent, "new")
         play(agent, question)
     run(agent, "resume first")
-    header, *rows = run(agent, "sessions").text.splitlines()
+    header, *rows = run(agent, "sessions").shown(200).splitlines()
     assert header.split() == ["name", "last", "used", "messages", "tokens", "cache", "a", "token"]
     assert [row.split()[:2] for row in rows[:2]] == [["*", "first"], ["third", rows[1].split()[1]]]
     assert run(agent, "sessions 2").text.splitlines()[-1] == "/sessions N shows more"
+
+
+def test_a_list_of_conversations_leaves_out_what_has_no_room_and_counts_cells(start: Start) -> None:
+    agent = start()
+    for question in ("plain", "日本語 🙂"):
+        run(agent, "new")
+        play(agent, question)
+    header, *rows = run(agent, "sessions").shown(40).splitlines()
+    assert header.split() == ["name", "last", "used", "messages"]
+    assert {width(row[: row.index("20")]) for row in rows} == {width(header[: header.index("last")])}
+    assert all(width(row) <= 40 for row in rows)
 
 
 def test_names_of_conversations_are_completed_also_those_of_several_words(start: Start) -> None:

@@ -134,6 +134,11 @@ def test_the_panel_of_a_prompt_being_read() -> None:
     ]
 
 
+def test_no_row_of_a_narrow_panel_is_a_label_alone() -> None:
+    rows = [row.rstrip() for row in text(figures_panel(replying(), 20, 4, 7.0))]
+    assert rows == ["prompt   3,000 toke…", "reply    38.2 tok/s", "guesses  70%", "context  ██░░░  37%"]
+
+
 @pytest.mark.parametrize("columns", [1, 5, 19, 20, 21, 33, 40, 79, 200, 300])
 @pytest.mark.parametrize("max_rows", [0, 1, 2, 3, 4, 5, 6, 24])
 @pytest.mark.parametrize("figures", [TurnFigures(started=0.0), reading(), replying(), everything()])

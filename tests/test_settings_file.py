@@ -186,6 +186,20 @@ def test_save_settings_writes_what_the_chat_changed(file: Path) -> None:
     run("top-k 9")
     assert run("save-settings work") == f"Written to {file} under [profile.work]: top-k."
     assert file.read_text() == "top-k = 3\ntemperature = 0.1\n\n[profile.work]\ntop-k = 9\n"
+    assert run("save-settings work") == f"{file} has all of them already under [profile.work]."
+
+
+def test_save_settings_writes_what_differs_from_the_profile_it_writes_to(file: Path) -> None:
+    file.write_text("top-k = 3\n\n[profile.work]\ntop-k = 9\n")
+    agent = Agent(ScriptedEngine([ScriptedTurn()]), resolve({"config": str(file)}, {}))
+
+    def save(profile: str) -> str:
+        return COMMANDS.run(agent, CommandLine("save-settings", profile)).text
+
+    assert save("work") == f"Written to {file} under [profile.work]: top-k."
+    assert save("new").startswith(f"Written to {file} under [profile.new]: nothing that differs")
+    assert file.read_text() == "top-k = 3\n\n[profile.work]\ntop-k = 3\n\n[profile.new]\n"
+    assert resolve({"config": str(file), "profile": "new"}, {}).sampling.top_k == 3
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

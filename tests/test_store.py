@@ -316,6 +316,7 @@ def test_what_tools_answered_is_kept_though_no_reply_followed(store: Store) -> N
         with live.reply_to([result], model=MODEL):
             pass
         assert words(live.path()) == ["delete it", "call", "deleted"]
+        assert live.info.context_tokens == 23
 
 
 def test_a_draft_that_cannot_be_saved_says_so_and_the_next_one_holds_it_all(

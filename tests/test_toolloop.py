@@ -537,7 +537,8 @@ def test_tools_are_off_in_a_chat_until_they_are_turned_on(make: Make) -> None:
     command(agent, "/tools on")
     play(agent)
     assert len(engine.requests[-1].tools) == 7
-    assert "on   read_file" in command(agent, "/tools").text
+    assert "on   read_file" in command(agent, "/tools").shown(80)
+    assert all(len(line) <= 80 for line in command(agent, "/tools").shown(80).splitlines()[1:])
     command(agent, "/tools read_file")
     assert len(agent.toolbox.in_use) == 6
     command(agent, "/tools off")

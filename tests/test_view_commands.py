@@ -16,7 +16,9 @@ from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.clipboard import MAX_OSC_BYTES, copy_with_program, osc52
 from goinfer_chat.commands import COMMANDS
+from goinfer_chat.conversation_commands import called
 from goinfer_chat.modes import PromptViews, recalled_panel
+from goinfer_chat.prompt.toolbar import MIN_COLUMNS, toolbar
 from goinfer_chat.registry import Outcome
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.script import CommandLine
@@ -133,6 +135,29 @@ def test_the_size_of_the_panel_is_remembered_when_it_was_changed_here() -> None:
     PromptViews(chosen, Stream(None), Stream(None)).keep()
     assert chosen.settings.panel == "panel"
     assert recalled_panel() == "off"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_what_is_remembered_is_for_its_owner_alone() -> None:
+    remember("panel", "off")
+    [file] = Path(os.environ["XDG_DATA_HOME"]).rglob("remembered.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_the_row_below_the_prompt_leaves_out_what_has_no_room_and_marks_what_was_cut() -> None:
+    agent = asked()
+
+    def row(columns: int) -> str:
+        return "".join(part[1] for part in toolbar(agent, columns))
+
+    whole = row(300)
+    keys, used, name = whole.split("| ")
+    assert (used.endswith(" tokens "), name) == (True, called(agent))
+    fits = len(f"{keys}| {used}")
+    assert row(fits + MIN_COLUMNS - 1) == f"{keys}| {used}"
+    assert row(fits + MIN_COLUMNS).endswith("…")
+    assert row(len(keys) + MIN_COLUMNS - 1) == keys
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"panel": 3}', '{"panel": "huge"}', "[" * 100_000, "\udcff"])

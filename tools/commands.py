@@ -88,14 +88,16 @@ def _run(command: list[str], context: ToolContext) -> Ended:
 
 
 def _result(ended: Ended, context: ToolContext) -> ToolResult:
-    output = ended.output if ended.output.strip() else "(it printed nothing)"
+    printed = bool(ended.output.strip())
+    output = ended.output if printed else "(it printed nothing)"
+    until_then = f"until then it printed:\n{ended.output}" if printed else "until then it printed nothing"
     left = "\n[processes that it left running were ended]" if ended.left_running and ended.how == "exited" else ""
     match ended.how:
         case "timeout":
-            text = f"it was ended, because it ran longer than {context.timeout_seconds:g} s; until then it printed:"
-            return ToolResult("timeout", f"{text}\n{output}")
+            why = f"it was ended, because it ran longer than {context.timeout_seconds:g} s"
+            return ToolResult("timeout", f"{why}; {until_then}")
         case "cancelled":
-            return ToolResult("cancelled", f"it was stopped by the user; until then it printed:\n{output}")
+            return ToolResult("cancelled", f"it was stopped by the user; {until_then}")
         case _:
             how = f"exit code {ended.code}" if ended.code >= 0 else f"ended by signal {-ended.code}"
             return ToolResult("ok", f"{how}\n{output}{left}")

@@ -9,12 +9,15 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.utils import get_cwidth
 
 from goinfer_chat.agent import Agent
+from goinfer_chat.cells import cut
 from goinfer_chat.conversation_commands import called
 from goinfer_chat.settings import BY_FLAG, Settings
 from goinfer_chat.terminal import sanitize
 
 MIN_ROWS: Final = 10
 """A lower terminal needs its rows for the words."""
+MIN_COLUMNS: Final = 8
+"""With less room for a figure or a name too little of it would be left to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +71,10 @@ def toolbar(agent: Agent, columns: int) -> StyleAndTextTuples:
     info = agent.engine.info
     used = (agent.live.info.context_tokens if agent.live else None) or 0
     of_size = f" of {info.context_size:,}" if info.context_size else ""
-    rest = f"| {used:,}{of_size} tokens | {called(agent)}"
-    parts.append(("class:bottom-toolbar.text", _cut(sanitize(rest, terminal=True).replace("\n", " "), left)))
+    for text in (f"| {used:,}{of_size} tokens ", f"| {sanitize(called(agent), terminal=True).replace(chr(10), ' ')}"):
+        if left < MIN_COLUMNS:
+            break
+        text = cut(text, left)
+        parts.append(("class:bottom-toolbar.text", text))
+        left -= get_cwidth(text)
     return parts
-
-
-def _cut(text: str, columns: int) -> str:
-    while text and get_cwidth(text) > columns:
-        text = text[:-1]
-    return text

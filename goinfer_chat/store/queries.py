@@ -28,7 +28,10 @@ _CONVERSATIONS = """
             SELECT m.id, m.parent FROM messages m WHERE m.id = c.head
             UNION SELECT m.id, m.parent FROM messages m JOIN up ON m.id = up.parent
         ) SELECT count(*) FROM up) AS num_messages,
-        (SELECT m.stats FROM messages m WHERE m.id = c.head) AS head_stats
+        (WITH RECURSIVE up(parent, stats) AS (
+            SELECT m.parent, m.stats FROM messages m WHERE m.id = c.head
+            UNION ALL SELECT m.parent, m.stats FROM messages m JOIN up ON m.id = up.parent WHERE up.stats IS NULL
+        ) SELECT up.stats FROM up WHERE up.stats IS NOT NULL) AS last_stats
     FROM conversations c
 """
 _T = TypeVar("_T")
@@ -136,7 +139,7 @@ def _model(model: ModelRef | None) -> tuple[str | None, str | None]:
 
 
 def _conversation(row: Row) -> Conversation:
-    stats = _stats(_text(row, "head_stats"))
+    stats = _stats(_text(row, "last_stats"))
     model = _text(row, "model")
     return Conversation(
         id=_need(row, "id", str),
