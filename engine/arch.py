@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.plan import QUERY_TILE
 from engine.quant import dequantize
-from engine.rope import cos_sin, frequencies
+from engine.rope import cos_sin, frequencies, yarn_magnitude, yarn_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,30 @@ class ArchSpec:
     neox_rope: bool
     """Rotate pairs (d, d + half) as in GPT-NeoX; False: pairs (2 d, 2 d + 1)."""
     activation: Literal["silu", "gelu"] = "silu"
+    pre_norms: bool = True
+    """A norm on the input of attention and of the feed-forward layer."""
     post_norms: bool = False
-    """A norm on the output of attention and of the feed-forward layer before it is added (Gemma 2 and 3)."""
+    """A norm on the output of attention and of the feed-forward layer before it is added (Gemma 2 and 3, OLMo 2)."""
+    whole_head_norms: bool = False
+    """The norms of q and k run over all heads together (OLMo 2), not over each."""
     scale_embedding: bool = False
     """Multiply embeddings with sqrt(hidden size)."""
     local_layers: int = 0
     """Every n-th layer sees everything, the others a window of `attention.sliding_window`; 0: no windows."""
+    window: int = 0
+    """The window where the file does not say."""
     local_rope_base: float | None = None
     """RoPE base of the layers with a window, where it is not the model's."""
+    local_rope_scaling: bool = False
+    """Whether RoPE scaling is for the layers with a window too."""
+    unrotated_layers: int = 0
+    """Every n-th layer has no rotary embedding (Yang et al. 2025, "RoPE to NoPE and back again"); 0: all have."""
+    wide_scale_layers: int = 0
+    """The model with this many layers scales scores by hidden size / heads instead of the head size."""
+    soft_caps: bool = False
+    """Scores and logits x become cap * tanh(x / cap), with the caps of the file."""
+    file_scales: bool = False
+    """The file has factors for embeddings, branches, scores and logits (Granite)."""
 
 
 ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
@@ -55,10 +71,36 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 scale_embedding=True,
                 local_layers=6,
                 local_rope_base=10000.0,
+                wide_scale_layers=62,
             ),
+            ArchSpec(
+                name="gemma2",
+                neox_rope=True,
+                activation="gelu",
+                post_norms=True,
+                scale_embedding=True,
+                local_layers=2,
+                window=4096,
+                local_rope_scaling=True,
+                wide_scale_layers=46,
+                soft_caps=True,
+            ),
+            ArchSpec(name="granite", neox_rope=False, file_scales=True),
+            ArchSpec(name="smollm3", neox_rope=False, unrotated_layers=4),
+            ArchSpec(
+                name="olmo2",
+                neox_rope=True,
+                pre_norms=False,
+                post_norms=True,
+                whole_head_norms=True,
+                local_layers=4,
+            ),
+            ArchSpec(name="phi3", neox_rope=True),
         )
     }
 )
+
+_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 
 MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 1024, 1 << 20, 1 << 27
 """Bounds that no model comes near: a file beyond them is damaged."""
@@ -79,13 +121,33 @@ class ModelConfig:
     vocab_size: int
     train_context_size: int
     norm_eps: float
+    """Of the residual stream as the engine keeps it: see `embedding_factor`."""
+    embedding_factor: float
+    """What embeddings are multiplied with. Where a model multiplies each branch with r before it is added (Granite),
+    the stream is kept divided by r: this factor is, and `norm_eps` is divided by r^2, which changes nothing else."""
+    attention_scale: float
+    """What scores are multiplied with."""
+    attention_cap: float
+    """Scores x become cap * tanh(x / cap); 0: they stay."""
+    logit_factor: float
+    """What logits are multiplied with: the last norm's weights are."""
+    logit_cap: float
+    """Logits x become cap * tanh(x / cap); 0: they stay."""
     rope_base: float
     rope_dim: int
     """Leading values of a head that are rotated."""
     rope_scale: float
     """Linear scaling: positions are divided by it."""
     rope_factors: tuple[float, ...]
-    """Llama 3: each frequency is divided by its factor. Empty: none."""
+    """Llama 3 and Phi 3: each frequency is divided by its factor. Empty: none."""
+    rope_long_factors: tuple[float, ...]
+    """Phi 3: the factors for contexts larger than `rope_context`. Empty: the same for all."""
+    rope_context: int
+    """Positions that the model was trained with before its context was extended."""
+    yarn: tuple[float, float] | None
+    """YaRN: the two betas between which scaling fades in (Peng et al. 2023, section 3.2). None: all are scaled."""
+    rope_magnitude: float
+    """What cosines and sines are multiplied with."""
     window: int
     """Positions a row of a local layer sees, itself included; 0: no local layers."""
 
@@ -93,25 +155,30 @@ class ModelConfig:
     def architecture(self) -> str:
         return self.arch.name
 
-    @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied with: 1 / sqrt(head size), but for the largest Gemma 3 (llama.cpp, gemma3)."""
-        if self.arch.name == "gemma3" and self.num_layers == 62:
-            return 1 / math.sqrt(self.hidden_size / self.num_heads)
-        return 1 / math.sqrt(self.head_dim)
-
     def is_local(self, layer: int) -> bool:
         """Whether this layer sees a window only."""
         every = self.arch.local_layers
         return bool(self.window and every and layer % every < every - 1)
 
+    def is_rotated(self, layer: int) -> bool:
+        """Whether this layer has a rotary embedding."""
+        every = self.arch.unrotated_layers
+        return not every or (layer + 1) % every != 0
+
+    def for_context(self, num_positions: int) -> ModelConfig:
+        """What a model does that is loaded for a context of this size: Phi 3 has two sets of RoPE factors."""
+        if self.rope_long_factors and num_positions > self.rope_context:
+            return replace(self, rope_factors=self.rope_long_factors)
+        return self
+
     def rope_tables(self, num_positions: int, local: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines [positions, rope_dim / 2] f32 by which a local layer, or another, rotates pairs."""
-        base, scale = self.rope_base, self.rope_scale
-        if local and self.arch.local_rope_base is not None:
-            base, scale = self.arch.local_rope_base, 1.0
-        per_position = frequencies(base, self.rope_dim, scale=scale, factors=self.rope_factors)
-        return cos_sin(num_positions, per_position)
+        base = (self.arch.local_rope_base if local else None) or self.rope_base
+        if local and not self.arch.local_rope_scaling:
+            return cos_sin(num_positions, frequencies(base, self.rope_dim, factors=self.rope_factors))
+        scaled = yarn_shares(base, self.rope_dim, self.rope_context, *self.yarn) if self.yarn else None
+        per_position = frequencies(base, self.rope_dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
+        return cos_sin(num_positions, per_position, self.rope_magnitude)
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:
@@ -184,9 +251,11 @@ class _Reader:
             raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
         self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn, rope_dim)
         name = self.gguf.metadata.get("general.name")
+        context = self.integer("context_length", 2048, most=MAX_CONTEXT)
+        scale = self._rope_scale()
         window = 0
         if self.arch.local_layers:
-            window = self.integer("attention.sliding_window", 0, least=0, most=MAX_CONTEXT)
+            window = self.integer("attention.sliding_window", self.arch.window, least=0, most=MAX_CONTEXT)
         return ModelConfig(
             # One line, whatever the file says: it stands in lines of figures.
             name=(" ".join(name.split()) if isinstance(name, str) else "") or self.gguf.path.stem,
@@ -198,12 +267,16 @@ class _Reader:
             head_dim=head_dim,
             ffn_size=ffn,
             vocab_size=embedding.shape[0],
-            train_context_size=self.integer("context_length", 2048, most=MAX_CONTEXT),
-            norm_eps=self.number("attention.layer_norm_rms_epsilon", None, least=0.0, most=1.0),
+            train_context_size=context,
+            **self._scales(layers, hidden, heads, head_dim),
             rope_base=self.number("rope.freq_base", 10000.0, least=1.0, most=1e12),
             rope_dim=rope_dim,
-            rope_scale=self._rope_scale(),
-            rope_factors=self._rope_factors(rope_dim),
+            rope_scale=scale,
+            rope_factors=self._rope_factors(rope_dim, "rope_freqs", "rope_factors_short"),
+            rope_long_factors=self._rope_factors(rope_dim, "rope_factors_long"),
+            rope_context=self.integer("rope.scaling.original_context_length", context, most=MAX_CONTEXT),
+            yarn=self._yarn(),
+            rope_magnitude=self._rope_magnitude(scale),
             window=window,
         )
 
@@ -224,21 +297,67 @@ class _Reader:
         if unsupported:
             raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
 
-    def _rope_scale(self) -> float:
-        kind = self._value("rope.scaling.type")
-        if kind in (None, "none"):
-            # Old files name only the factor.
-            return self.number("rope.scale_linear", 1.0, least=1e-3, most=1e6)
-        if kind == "linear":
-            return self.number("rope.scaling.factor", 1.0, least=1e-3, most=1e6)
-        raise UnsupportedModelError(f"{self.file}: RoPE scaling {str(kind)[:32]!r} is not supported; supported: linear")
+    def _scales(self, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, float]:
+        """The factors and caps of a ModelConfig by name."""
+        arch = self.arch
 
-    def _rope_factors(self, rope_dim: int) -> tuple[float, ...]:
-        """Tensor rope_freqs.weight, which files of Llama 3.1 and later carry."""
-        info = self.gguf.tensors.get("rope_freqs.weight")
+        def factor(key: str, default: float) -> float:
+            """0 in a file means that there is none."""
+            return (self.number(key, 0.0, least=0.0, most=1e6) if arch.file_scales else 0.0) or default
+
+        def cap(key: str, default: float) -> float:
+            return self.number(key, default, least=1e-3, most=1e6) if arch.soft_caps else 0.0
+
+        wide = arch.wide_scale_layers == layers
+        branch = factor("residual_scale", 1.0)
+        return {
+            "norm_eps": self.number("attention.layer_norm_rms_epsilon", None, least=0.0, most=1.0) / branch**2,
+            "embedding_factor": math.sqrt(hidden) if arch.scale_embedding else factor("embedding_scale", 1.0) / branch,
+            "attention_scale": factor("attention.scale", 1 / math.sqrt(hidden / heads if wide else head_dim)),
+            "attention_cap": cap("attn_logit_softcapping", 50.0),
+            "logit_factor": 1 / factor("logit_scale", 1.0),
+            "logit_cap": cap("final_logit_softcapping", 30.0),
+        }
+
+    def _rope_kind(self) -> str:
+        kind = self._value("rope.scaling.type")
+        if kind is None:
+            return "linear"  # old files name only the factor
+        if kind not in _ROPE_KINDS:
+            raise UnsupportedModelError(
+                f"{self.file}: RoPE scaling {str(kind)[:32]!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
+            )
+        return str(kind)
+
+    def _rope_scale(self) -> float:
+        if self._rope_kind() == "none":
+            return 1.0
+        key = "rope.scaling.factor" if self._value("rope.scaling.factor") is not None else "rope.scale_linear"
+        return self.number(key, 1.0, least=0.0, most=1e6) or 1.0
+
+    def _yarn(self) -> tuple[float, float] | None:
+        if self._rope_kind() != "yarn":
+            return None
+        fast, slow = (
+            self.number(f"rope.scaling.yarn_beta_{which}", default, least=1e-3, most=1e6)
+            for which, default in (("fast", 32.0), ("slow", 1.0))
+        )
+        return fast, slow
+
+    def _rope_magnitude(self, scale: float) -> float:
+        """YaRN makes cosines and sines larger (Peng et al. 2023, section 3.4); Phi 3's factor is in the file."""
+        given = self.number("rope.scaling.attn_factor", 1.0, least=1e-3, most=1e3)
+        if self._rope_kind() != "yarn":
+            return given
+        undone = self.number("rope.scaling.yarn_log_multiplier", 0.0, least=0.0, most=1e3)
+        return given * yarn_magnitude(scale, 1.0) / yarn_magnitude(scale, undone)
+
+    def _rope_factors(self, rope_dim: int, *names: str) -> tuple[float, ...]:
+        """The first of these tensors: Llama 3.1 and later have rope_freqs, Phi 3 has short and long factors."""
+        info = next((i for n in names if (i := self.gguf.tensors.get(f"{n}.weight")) is not None), None)
         if info is None:
             return ()
         factors = dequantize(info.type, self.gguf.data(info.name)).reshape(-1)
         if len(factors) != rope_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors > 0):
-            raise ModelFileError(f"{self.file}: rope_freqs.weight must be {rope_dim // 2} positive numbers")
+            raise ModelFileError(f"{self.file}: {info.name} must be {rope_dim // 2} positive numbers")
         return tuple(float(f) for f in factors)

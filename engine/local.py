@@ -167,7 +167,7 @@ class LocalEngine:
                 draft_model=draft_model,
             )
             if kv_folder is not None and kv_sessions > 0:
-                engine.keep_in(kv_folder, Identity.of(config, engine.info.identity, kv_type), kv_cap_bytes)
+                engine.keep_in(kv_folder, Identity.of(model.config, engine.info.identity, kv_type), kv_cap_bytes)
             undo.pop_all()
             return engine
 

@@ -101,12 +101,13 @@ class Model:
     ) -> None:
         assert threads > 0
         assert max_rows > 0
-        self.config = ModelConfig.from_gguf(gguf)
+        config = ModelConfig.from_gguf(gguf)
+        self.max_positions = max_positions or config.train_context_size
+        self.config = config.for_context(self.max_positions)
         self.kv_type: KVType = kv_type
         self.kv_layout = KVLayout.of(self.config, kv_type)
         self.threads = threads
         self.max_rows = max_rows
-        self.max_positions = max_positions or self.config.train_context_size
         self._compiled = CompiledKernels(detect(), progress)
         self._layers = _Layers(gguf, self.config)
         self._load_kernels()
@@ -234,7 +235,8 @@ class Model:
 class _Layer:
     """The matrices of one layer."""
 
-    qkv: tuple[Matrix, Matrix, Matrix]
+    qkv: tuple[Matrix, ...]
+    """Of q, k and v, or one for all."""
     output: Matrix
     gate_up: tuple[Matrix, Matrix]
     down: Matrix
@@ -247,22 +249,31 @@ class _Layers:
         self.config = c
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-        def matrix(name: str, rows: int, columns: int) -> Matrix:
-            return Matrix(gguf, f"{name}.weight", (rows, columns))
+        def matrix(name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1)) -> Matrix:
+            return Matrix(gguf, f"{name}.weight", (rows, columns), part)
+
+        def qkv(block: str) -> tuple[Matrix, ...]:
+            if f"{block}.attn_qkv.weight" in gguf.tensors:
+                return (matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
+            rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+            return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
+
+        def gate_up(block: str) -> tuple[Matrix, Matrix]:
+            # One tensor has both, the gate first, where there is none for the gate.
+            fused = f"{block}.ffn_gate.weight" not in gguf.tensors
+            gate = "ffn_up" if fused else "ffn_gate"
+            first, second = ((0, 2), (1, 2)) if fused else ((0, 1), (0, 1))
+            return (
+                matrix(f"{block}.{gate}", c.ffn_size, c.hidden_size, first),
+                matrix(f"{block}.ffn_up", c.ffn_size, c.hidden_size, second),
+            )
 
         self.embedding = matrix("token_embd", c.vocab_size, c.hidden_size)
         self.layers = [
             _Layer(
-                (
-                    matrix(f"blk.{n}.attn_q", queries, c.hidden_size),
-                    matrix(f"blk.{n}.attn_k", keys, c.hidden_size),
-                    matrix(f"blk.{n}.attn_v", keys, c.hidden_size),
-                ),
+                qkv(f"blk.{n}"),
                 matrix(f"blk.{n}.attn_output", c.hidden_size, queries),
-                (
-                    matrix(f"blk.{n}.ffn_gate", c.ffn_size, c.hidden_size),
-                    matrix(f"blk.{n}.ffn_up", c.ffn_size, c.hidden_size),
-                ),
+                gate_up(f"blk.{n}"),
                 matrix(f"blk.{n}.ffn_down", c.hidden_size, c.ffn_size),
             )
             for n in range(c.num_layers)
@@ -306,9 +317,9 @@ class _Buffers:
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
-        self.counters = zeroed(LINE * (16 + 12 * c.num_layers)).view(np.int64)
-        scale = math.sqrt(c.hidden_size)
-        self.constants = np.array([c.norm_eps, c.attention_scale, scale], np.float32)
+        self.counters = zeroed(LINE * (16 + 14 * c.num_layers)).view(np.int64)
+        numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
+        self.constants = np.array(numbers, np.float32)
 
 
 class _Program:
@@ -389,6 +400,8 @@ class _Program:
 
     def _head_norm(self, layer: int, which: str) -> int:
         name = f"blk.{layer}.attn_{which}_norm"
+        if self._config.arch.whole_head_norms:
+            return 0
         return self._vector(name, self._config.head_dim) if f"{name}.weight" in self._gguf.tensors else 0
 
     # ------------------------------------------------------------------ the operations
@@ -398,17 +411,24 @@ class _Program:
     def _build(self) -> None:
         c, b = self._config, self._buffers
         self._wanted = False
-        factor = b.constants[2:].ctypes.data if c.arch.scale_embedding else 0
+        factor = b.constants[2:].ctypes.data if c.embedding_factor != 1 else 0
         self._add(Op.EMBED, matrix=self._numbers[id(self._layers.embedding)], factor=factor)
         for n, layer in enumerate(self._layers.layers):
             self._layer(n, layer)
-        self._add(Op.NORM, activation=self._hidden, weight=self._vector("output_norm", c.hidden_size))
+        weight = load_vector(self._gguf, "output_norm.weight", c.hidden_size) * np.float32(c.logit_factor)
+        self._add(Op.NORM, activation=self._hidden, weight=self._keep(weight))
         self._multiply(self._hidden, (self._layers.head,), b.logits)
+        if c.logit_cap:
+            cap, out = b.constants[4:].ctypes.data, b.logits
+            self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
 
     def _layer(self, n: int, layer: _Layer) -> None:
         c, b = self._config, self._buffers
-        self._add(Op.NORM, activation=self._hidden, weight=self._vector(f"blk.{n}.attn_norm", c.hidden_size))
+        self._take(f"blk.{n}.attn_norm")
         self._multiply(self._hidden, layer.qkv, b.qkv)
+        if c.arch.whole_head_norms:
+            self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads)
+            self._whole_norm(f"blk.{n}.attn_k_norm", c.num_heads, c.num_kv_heads)
         local = c.is_local(n)
         kv_offset = n * (self._model.kv_block_bytes // c.num_layers)
         cos, sin = self._rope[local]
@@ -419,7 +439,7 @@ class _Program:
             k_norm=self._head_norm(n, "k"),
             cos=cos,
             sin=sin,
-            half=c.rope_dim // 2,
+            half=c.rope_dim // 2 if c.is_rotated(n) else 0,
             neox=int(c.arch.neox_rope),
             kv_offset=kv_offset,
         )
@@ -428,14 +448,15 @@ class _Program:
             self._wanted = True
             self._add(Op.KEEP)
         window = c.window if local else 0
-        self._add(Op.ATTEND, kv_offset=kv_offset, window=window)
+        cap = b.constants[3:].ctypes.data if c.attention_cap else 0
+        self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
         unit = self._activations[self._attended][1]
         whole = math.lcm(unit, c.head_dim)
         width = c.num_heads * c.head_dim
         share = whole if width % whole == 0 else width
         self._add(Op.MERGE, activation=self._attended, window=window, share=share)
         self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
-        self._add(Op.NORM, activation=self._hidden, weight=self._vector(f"blk.{n}.ffn_norm", c.hidden_size))
+        self._take(f"blk.{n}.ffn_norm")
         self._add(
             Op.GATED,
             activation=self._hidden,
@@ -444,6 +465,22 @@ class _Program:
             gelu=int(c.arch.activation == "gelu"),
         )
         self._into_stream(self._gated, layer.down, f"blk.{n}.post_ffw_norm")
+
+    def _take(self, norm: str) -> None:
+        """activation = x, through a norm where the architecture has one there."""
+        weight = self._vector(norm, self._config.hidden_size) if self._config.arch.pre_norms else 0
+        self._add(Op.NORM, activation=self._hidden, weight=weight)
+
+    def _whole_norm(self, name: str, first: int, heads: int) -> None:
+        """A norm over some heads of q, k and v together."""
+        qkv, dim = self._buffers.qkv, self._config.head_dim
+        self._add(
+            Op.ROW_NORM,
+            out=qkv.ctypes.data + 4 * first * dim,
+            out_bytes=qkv.strides[0],
+            count=heads * dim,
+            weight=self._vector(name, heads * dim),
+        )
 
     def _multiply(self, activation: int, matrices: tuple[Matrix, ...], out: NDArray[np.float32], add: int = 0) -> None:
         first = self._numbers[id(matrices[0])]

@@ -6,7 +6,6 @@ of a step, blocks, threads and layouts of `model.py` are what must not show. For
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,47 +60,65 @@ class _Tensors:
         return twins.matmul(self._gguf.tensors[name].type, self._rows(name), x)
 
 
-def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16") -> Step:
-    """Logits and cache of a conversation of T tokens, at positions 0 .. T-1."""
+def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context_size: int | None = None) -> Step:
+    """Logits and cache of a conversation of T tokens, at positions 0 .. T-1.
+
+    `context_size` is what the model is loaded for: the trained context by default.
+    """
     c, t = ModelConfig.from_gguf(gguf), _Tensors(gguf)
-    x = t.rows("token_embd.weight", ids)
-    if c.arch.scale_embedding:
-        x = x * np.float32(math.sqrt(c.hidden_size))
+    c = c.for_context(context_size or c.train_context_size)
+    x = t.rows("token_embd.weight", ids) * np.float32(c.embedding_factor)
     cache = []
     for n in range(c.num_layers):
         q, *computed = _heads(c, t, n, x)
         k, v = (twins.kept(y, kv_type) for y in computed)
         cache.append((k, v))
         window = c.window if c.is_local(n) else 0
-        seen = twins.attention(q, k, v, np.arange(len(ids)), window).reshape(len(ids), -1)
+        seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap).reshape(len(ids), -1)
         x = x + _branch(c, t, f"blk.{n}.post_attention_norm.weight", t.multiply(f"blk.{n}.attn_output.weight", seen))
         x = x + _branch(c, t, f"blk.{n}.post_ffw_norm.weight", _feed_forward(c, t, n, x))
-    normed = twins.normed(x, t.vector("output_norm.weight"), c.norm_eps)
+    normed = twins.normed(x, t.vector("output_norm.weight") * np.float32(c.logit_factor), c.norm_eps)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
     keys, values = (np.stack(of_layers) for of_layers in zip(*cache))
-    return Step(t.multiply(head, normed), keys, values)
+    logits = t.multiply(head, normed)
+    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, keys, values)
+
+
+def _taken(c: ModelConfig, t: _Tensors, norm: str, x: Floats) -> Floats:
+    """The stream as a branch takes it."""
+    return twins.normed(x, t.vector(norm), c.norm_eps) if c.arch.pre_norms else x
 
 
 def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats, Floats]:
     """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f32 of a layer."""
-    normed = twins.normed(x, t.vector(f"blk.{layer}.attn_norm.weight"), c.norm_eps)
+    normed = _taken(c, t, f"blk.{layer}.attn_norm.weight", x)
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
-    heads = []
-    for name in ("attn_q", "attn_k", "attn_v"):
-        y = t.multiply(f"blk.{layer}.{name}.weight", normed)
+    heads, names = [], ("attn_q", "attn_k", "attn_v")
+    if f"blk.{layer}.attn_qkv.weight" in t:
+        ends = np.cumsum([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim])
+        computed = np.split(t.multiply(f"blk.{layer}.attn_qkv.weight", normed), ends, axis=1)
+    else:
+        computed = [t.multiply(f"blk.{layer}.{name}.weight", normed) for name in names]
+    for name, y in zip(names, computed, strict=True):
         if f"blk.{layer}.{name}.bias" in t:
             y = y + t.vector(f"blk.{layer}.{name}.bias")
-        y = y.reshape(len(x), -1, c.head_dim)
+        if not c.arch.whole_head_norms:
+            y = y.reshape(len(x), -1, c.head_dim)
         if f"blk.{layer}.{name}_norm.weight" in t:
             y = twins.normed(y, t.vector(f"blk.{layer}.{name}_norm.weight"), c.norm_eps)
-        heads.append(y if name == "attn_v" else twins.rotate(y, cos, sin, c.arch.neox_rope))
+        y = y.reshape(len(x), -1, c.head_dim)
+        rotated = name != "attn_v" and c.is_rotated(layer)
+        heads.append(twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y)
     q, k, v = heads
     return q * np.float32(c.attention_scale), k, v
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:
-    normed = twins.normed(x, t.vector(f"blk.{layer}.ffn_norm.weight"), c.norm_eps)
-    gate, up = (t.multiply(f"blk.{layer}.ffn_{name}.weight", normed) for name in ("gate", "up"))
+    normed = _taken(c, t, f"blk.{layer}.ffn_norm.weight", x)
+    if f"blk.{layer}.ffn_gate.weight" in t:
+        gate, up = (t.multiply(f"blk.{layer}.ffn_{name}.weight", normed) for name in ("gate", "up"))
+    else:
+        gate, up = np.split(t.multiply(f"blk.{layer}.ffn_up.weight", normed), 2, axis=1)
     activation = twins.gelu if c.arch.activation == "gelu" else twins.silu
     return t.multiply(f"blk.{layer}.ffn_down.weight", activation(gate, up))
 

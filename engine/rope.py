@@ -9,6 +9,7 @@ multiplications and additions, which IEEE 754 defines to the last bit.
 from __future__ import annotations
 
 import decimal
+import math
 from collections.abc import Sequence
 from math import factorial
 
@@ -23,23 +24,63 @@ _HALF_PI = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595
 """pi / 2 in three parts; the first two have 33 bits, so that whole multiples are exact (fdlibm, e_rem_pio2.c)."""
 
 
-def frequencies(base: float, dim: int, *, scale: float = 1.0, factors: Sequence[float] = ()) -> NDArray[np.float64]:
-    """Radians per position [dim / 2] f64: base**(-2 i / dim) / scale / factors[i] (Su et al. 2021, section 3.4)."""
-    context = decimal.Context(prec=40)
+_CONTEXT = decimal.Context(prec=40)
+_TWO_PI = decimal.Decimal("6.283185307179586476925286766559005768394")
+
+
+def frequencies(
+    base: float,
+    dim: int,
+    *,
+    scale: float = 1.0,
+    factors: Sequence[float] = (),
+    scaled: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """Radians per position [dim / 2] f64: base**(-2 i / dim) / scale / factors[i] (Su et al. 2021, section 3.4).
+
+    `scaled` [dim / 2]: the share of each frequency that is divided by scale; None: all of it.
+    """
     number = decimal.Decimal(base)
-    powers = [context.power(number, context.divide(-2 * i, dim)) for i in range(dim // 2)]
-    out = np.array([float(p) for p in powers], np.float64) / scale
+    powers = [_CONTEXT.power(number, _CONTEXT.divide(-2 * i, dim)) for i in range(dim // 2)]
+    plain = np.array([float(p) for p in powers], np.float64)
+    out = plain / scale if scaled is None else plain / scale * scaled + plain * (1 - scaled)
     return out / np.array(factors, np.float64) if factors else out
 
 
-def cos_sin(num_positions: int, per_position: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines [num_positions, half] f32 of position * per_position [half] in radians."""
+def yarn_shares(base: float, dim: int, context: int, fast: float, slow: float) -> NDArray[np.float64]:
+    """Shares [dim / 2] of YaRN for `frequencies`: a ramp from 0 to 1 (Peng et al. 2023, section 3.2).
+
+    It begins at the pair that turns `fast` times in `context` positions and ends at the one that turns `slow` times.
+    """
+
+    def pair(turns: float) -> decimal.Decimal:
+        ratio = _CONTEXT.divide(decimal.Decimal(context), _CONTEXT.multiply(decimal.Decimal(turns), _TWO_PI))
+        twice = _CONTEXT.multiply(2, _CONTEXT.ln(decimal.Decimal(base)))
+        return _CONTEXT.divide(_CONTEXT.multiply(dim, _CONTEXT.ln(ratio)), twice)
+
+    low = max(0, math.floor(pair(fast)))
+    high = min(dim - 1, math.ceil(pair(slow)))
+    return np.clip((np.arange(dim // 2) - low) / max(0.001, high - low), 0.0, 1.0)
+
+
+def yarn_magnitude(scale: float, multiplier: float) -> float:
+    """0.1 multiplier ln(scale) + 1, and 1 for what is not stretched (Peng et al. 2023, equation 22)."""
+    if scale <= 1:
+        return 1.0
+    return float(1 + _CONTEXT.multiply(decimal.Decimal(0.1 * multiplier), _CONTEXT.ln(decimal.Decimal(scale))))
+
+
+def cos_sin(
+    num_positions: int, per_position: NDArray[np.float64], magnitude: float = 1.0
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [num_positions, half] f32 of position * per_position [half] in radians, times `magnitude`."""
     cos, sin = (np.empty((num_positions, len(per_position)), np.float32) for _ in range(2))
     rows = max(1, _CHUNK // len(per_position))
     for first in range(0, num_positions, rows):
         positions = np.arange(first, min(first + rows, num_positions), dtype=np.float64)
         some = slice(first, first + len(positions))
-        cos[some], sin[some] = _cos_sin(positions[:, None] * per_position)
+        for out, values in zip((cos, sin), _cos_sin(positions[:, None] * per_position)):
+            out[some] = values * magnitude
     return cos, sin
 
 

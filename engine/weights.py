@@ -39,18 +39,23 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
 class Matrix:
     """A weight matrix [num_rows, num_columns]: where its groups lie and in which format."""
 
-    def __init__(self, gguf: GGUFFile, name: str, shape: tuple[int, int]) -> None:
-        """Check the tensor against the shape the architecture asks for. Raises ModelFileError."""
+    def __init__(self, gguf: GGUFFile, name: str, shape: tuple[int, int], part: tuple[int, int] = (0, 1)) -> None:
+        """Check the tensor against the shape the architecture asks for. Raises ModelFileError.
+
+        part (i, n): the matrix is the i-th of n equal stretches of rows of the tensor.
+        """
         info = gguf.tensors.get(name)
         if info is None:
             raise ModelFileError(f"{gguf.path.name}: tensor {name} is missing")
-        if info.shape != shape:
+        whole = (part[1] * shape[0], shape[1])
+        if info.shape != whole:
             raise ModelFileError(
-                f"{gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for {shape}"
+                f"{gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for {whole}"
             )
         self.name = name
         self.fmt: WeightFormat = FORMATS[info.type]
         self.num_rows, self.num_columns = shape
+        self.first_row = part[0] * shape[0]
         if self.num_columns % self.fmt.span:
             raise ModelFileError(f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values in blocks")
         self.num_blocks = self.num_columns // self.fmt.span
@@ -99,7 +104,8 @@ class Weights:
         self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
     ) -> None:
         def place(m: Matrix) -> int:
-            raw = gguf.data(m.name).reshape(m.num_rows, -1)
+            whole = gguf.data(m.name).reshape(gguf.tensors[m.name].shape[0], -1)
+            raw = whole[m.first_row : m.first_row + m.num_rows]
             out = self.memory[m.offset : m.offset + m.num_bytes].reshape(m.num_groups, m.group_bytes)
             # In strips that stay in the cache between being read and being written.
             strip = max(1, (1 << 20) // m.group_bytes)

@@ -104,6 +104,65 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 41,
         "rope_base": 1e6,
     },
+    "gemma2": {
+        "architecture": "gemma2",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_size": 96,
+        "num_layers": 3,
+        "sliding_window": 41,
+    },
+    "granite": {
+        "architecture": "granite",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 160,
+        "metadata": {"granite.rope.scaling.type": "linear", "granite.rope.scaling.factor": 4.0},
+    },
+    # Four layers: the last one is not rotated.
+    "smollm3": {
+        "architecture": "smollm3",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "num_layers": 4,
+        "metadata": {"smollm3.rope.scaling.type": "yarn", "smollm3.rope.scaling.factor": 8.0},
+    },
+    # Five layers with YaRN: the fourth sees everything, the others a window without it.
+    "olmo2": {
+        "architecture": "olmo2",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 160,
+        "num_layers": 5,
+        "sliding_window": 41,
+        "tied": False,
+        "metadata": {
+            "olmo2.rope.scaling.type": "yarn",
+            "olmo2.rope.scaling.factor": 8.0,
+            "olmo2.rope.scaling.original_context_length": 256,
+            "olmo2.rope.scaling.attn_factor": 1.1,
+        },
+    },
+    # A third of each head stays as it is; the context asks for the long factors.
+    "phi3": {
+        "architecture": "phi3",
+        "hidden_size": 192,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 48,
+        "ffn_size": 160,
+        "rope_factors": np.geomspace(1, 8, 16).tolist(),
+        "metadata": {"phi3.rope.dimension_count": 32},
+    },
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 # Head sizes of 48 and 80 end in a run of 16 numbers in q8_0.

@@ -79,6 +79,19 @@ def test_vectors_are_added_and_scaled_like_the_twin(target: str) -> None:
         assert_same_bits(x, expected)
 
 
+@every_target
+def test_caps_have_the_bits_of_the_twin_and_are_hyperbolic_tangents(target: str) -> None:
+    rng, call = np.random.default_rng(4), kernels(target).call
+    for n in LENGTHS:
+        for spread in (1e-3, 1.0, 30.0, 1e4):
+            x = rows_of(rng, n, spread=spread)
+            exact = 30.0 * np.tanh(x.astype(np.float64) / 30.0)
+            expected = twins.capped(x, 30.0)
+            call("cap_vector", x, f32(30.0), n)
+            assert_same_bits(x, expected)
+            np.testing.assert_allclose(x, exact, atol=1e-5)
+
+
 # ---------------------------------------------------------------- quantized activations
 Source = tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]
 SOURCES: list[Source] = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.rope import cos_sin, frequencies
+from engine.rope import cos_sin, frequencies, yarn_magnitude, yarn_shares
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,6 +38,20 @@ def test_frequencies_are_divided_by_the_scale_and_by_each_factor() -> None:
     plain = frequencies(500000.0, 8)
     assert frequencies(500000.0, 8, scale=8.0).tolist() == (plain / 8).tolist()
     assert frequencies(500000.0, 8, factors=[1, 2, 4, 8]).tolist() == (plain / [1, 2, 4, 8]).tolist()
+
+
+def test_yarn_scales_slow_pairs_and_leaves_fast_ones() -> None:
+    shares = yarn_shares(10000.0, 64, 2048, 32.0, 1.0)
+    # Pairs that turn 32 times and once in 2,048 positions: 8.06 and 20.1.
+    assert shares[:9].tolist() == [0.0] * 9
+    assert shares[21:].tolist() == [1.0] * 11
+    assert shares[9:21].tolist() == [(i - 8) / 13 for i in range(9, 21)]
+    plain, scaled = frequencies(10000.0, 64), frequencies(10000.0, 64, scale=4.0, scaled=shares)
+    np.testing.assert_allclose(plain / scaled, 1 / (1 - shares * 0.75), rtol=1e-14)
+    assert yarn_magnitude(0.5, 1.0) == 1.0
+    assert yarn_magnitude(8.0, 1.0) == pytest.approx(1.2079441541679836, abs=1e-15)
+    cos, sin = cos_sin(50, plain, 1.25)
+    np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)
 
 
 def test_tables_are_cosines_and_sines_of_position_times_frequency() -> None:

@@ -11,7 +11,7 @@ import fnmatch
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gguf
 import numpy as np
@@ -20,9 +20,17 @@ from tiny_vocab import bpe_metadata, spm_metadata
 
 from engine.quant import TensorType, block_shape, dequantize
 
-Architecture = Literal["llama", "qwen2", "qwen3", "gemma3"]
+Architecture = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 _PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}
+_GEMMAS = ("gemma2", "gemma3")
+# Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
+_EXTRA_KEYS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "granite": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
+    "phi3": {"rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.2},
+}
 # Byte offsets of the float16 scale and minimum in a block, for types that `gguf` cannot quantize.
 _SCALE_OFFSETS = {
     TensorType.Q2_K: (80, 82),
@@ -95,8 +103,15 @@ def _matrices_and_vectors(
             block |= {"attn_q.bias": (q_size,), "attn_k.bias": (kv_size,), "attn_v.bias": (kv_size,)}
         if architecture in ("qwen3", "gemma3"):
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
-        if architecture == "gemma3":
+        if architecture == "olmo2":
+            block |= {"attn_q_norm.weight": (q_size,), "attn_k_norm.weight": (kv_size,)}
+            del block["attn_norm.weight"], block["ffn_norm.weight"]
+        if architecture in (*_GEMMAS, "olmo2"):
             block |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
+        if architecture == "phi3":
+            block |= {"attn_qkv.weight": (q_size + 2 * kv_size, hidden), "ffn_up.weight": (2 * ffn, hidden)}
+            for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+                del block[f"{name}.weight"]
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (hidden,)
     if not tied:
@@ -137,7 +152,7 @@ def write_tiny_model(
     head_dim: int = 64,
     ffn_size: int = 512,
     context_size: int = 2048,
-    sliding_window: int = 32,
+    sliding_window: int | None = None,
     rope_base: float = 10000.0,
     rope_factors: Sequence[float] | None = None,
     tied: bool = True,
@@ -151,13 +166,14 @@ def write_tiny_model(
 
     `tensor_types`: one type for all matrices, or {fnmatch pattern of names: type}, first match, Q8_0 for the rest.
     Vectors are F32. hidden_size, ffn_size and num_heads * head_dim are whole blocks of the types used (256 values for
-    K-quants and IQ4_XS, else 32). `rope_factors`: head_dim / 2 numbers, as Llama 3 has them. `vocab`: SPM for gemma3,
-    byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None). `metadata` adds or
-    replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
+    K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
+    long contexts, and their square roots for short ones. `sliding_window`: 32 for Gemmas, none for olmo2. `vocab`: SPM
+    for Gemmas, byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None).
+    `metadata` adds or replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
     """
-    vocab = vocab or ("spm" if architecture == "gemma3" else "bpe")
+    vocab = vocab or ("spm" if architecture in _GEMMAS else "bpe")
     if vocab == "spm":
-        vocabulary = spm_metadata(gemma=architecture == "gemma3")
+        vocabulary = spm_metadata(gemma=architecture in _GEMMAS)
     else:
         vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
@@ -172,12 +188,15 @@ def write_tiny_model(
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": rope_base,
     }
-    if architecture == "llama":
+    if architecture in ("llama", "granite", "smollm3", "phi3"):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
-    if architecture in ("qwen3", "gemma3") or head_dim * num_heads != hidden_size:
+    if architecture in ("qwen3", *_GEMMAS) or head_dim * num_heads != hidden_size:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if architecture == "gemma3":
-        keys |= {"attention.sliding_window": sliding_window}
+    if sliding_window is None and architecture in _GEMMAS:
+        sliding_window = 32
+    if sliding_window is not None:
+        keys["attention.sliding_window"] = sliding_window
+    keys |= _EXTRA_KEYS.get(architecture, {})
     values: dict[str, Any] = {
         "general.architecture": architecture,
         "general.type": "model",
@@ -213,8 +232,12 @@ def write_tiny_model(
             stored[name] = tensor_type, random_blocks(tensor_type, shape, rng, std=std)
     extra = dict(tensors or {})
     if rope_factors is not None:
-        assert len(rope_factors) == head_dim // 2
-        extra["rope_freqs.weight"] = np.array(rope_factors, np.float32)
+        assert architecture == "phi3" or len(rope_factors) == head_dim // 2
+        factors = np.array(rope_factors, np.float32)
+        if architecture == "phi3":
+            extra |= {"rope_factors_long.weight": factors, "rope_factors_short.weight": np.sqrt(factors)}
+        else:
+            extra["rope_freqs.weight"] = factors
     stored |= {
         name: (TensorType.F32, np.ascontiguousarray(array, "<f4").view(np.uint8))
         for name, array in extra.items()

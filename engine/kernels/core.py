@@ -21,6 +21,7 @@ def kernels(target: Target) -> dict[str, Kernel]:
         "add_vector": rows.add_vector,
         "scale_vector": rows.scale_vector,
         "norm_vector": rows.norm_vector,
+        "cap_vector": rows.cap_vector,
         "rotate_neox": rows.rotate(True),
         "rotate_pairs": rows.rotate(False),
         "store_key_f16": kv_types.store_key_f16,

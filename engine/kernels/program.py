@@ -18,7 +18,7 @@ class Op(IntEnum):
     EMBED = 0
     """x = rows of the embedding matrix, times `factor` if given."""
     NORM = 1
-    """activation = quantized x / rms(x) * weight."""
+    """activation = quantized x / rms(x) * weight, or x as it is if no weight is given."""
     MATMUL = 2
     """out = (or +=) activation times `num_matrices` matrices that share it."""
     HEADS = 3
@@ -33,6 +33,10 @@ class Op(IntEnum):
     """second activation = quantized act(gate) * up, a strip of outputs at a time while it is in L2."""
     ADD_NORM = 8
     """x += out / rms(out) * weight."""
+    ROW_NORM = 9
+    """out = out / rms(out) * weight over `count` values of a row."""
+    CAP = 10
+    """out = cap * tanh(out / cap) of `count` values of a row."""
 
 
 class Stored(IntEnum):
@@ -57,7 +61,9 @@ OPERATION = _record(
     "out",  # address of the output [rows, ...] f32
     "out_bytes",  # bytes of an output row
     "add",  # 1: add to the output
+    "count",  # ROW_NORM, CAP: values of a row
     "weight",  # address of a norm's weights
+    "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
     "factor",  # address of an f32, or 0
     "gelu",  # 1: the gate's activation is GELU, 0: SiLU
     "bias",  # HEADS: address of the bias of q, k and v, or 0

@@ -177,6 +177,16 @@ def scale_vector(b: KernelBuilder, x: Value, factor: Value, n: Value) -> None:
         b.write(b.fmul(b.read(VF, x, at), k), x, at)
 
 
+def cap_vector(b: KernelBuilder, x: Value, cap: Value, n: Value) -> None:
+    """x = cap * tanh(x / cap) in place for n floats; cap is the address of an f32. tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    x, k, one = b.pointer(x), b.broadcast(F32, b.pointer(cap)), fill(VF, 1.0)
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        y = b.fdiv(b.read(VF, x, at), k)
+        tanh = b.fsub(one, b.fdiv(fill(VF, 2.0), b.fadd(b.exp(b.fadd(y, y)), one)))
+        b.write(b.fmul(k, tanh), x, at)
+
+
 def norm_vector(b: KernelBuilder, x: Value, weight: Value, eps: Value, n: Value) -> None:
     """x = x / rms(x) * weight in place for n floats."""
     x, weight = b.pointer(x), b.pointer(weight)

@@ -191,6 +191,12 @@ def gelu(gate: Floats, up: Floats) -> Floats:
     return gate / (np.float32(1) + exp(-z)) * up
 
 
+def capped(x: Floats, cap: float) -> Floats:
+    """cap * tanh(x / cap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    y, one = x / np.float32(cap), np.float32(1)
+    return np.float32(cap) * (one - np.float32(2) / (exp(y + y) + one))
+
+
 def rotate(x: Floats, cos: Floats, sin: Floats, neox: bool) -> Floats:
     """The first 2 * half of x [..., D], in pairs (d, d + half) if neox, else (2 d, 2 d + 1); cos, sin [..., half]."""
     half = cos.shape[-1]
@@ -295,11 +301,13 @@ def finish(state: State) -> Floats:
     return state.values / state.total[..., None]
 
 
-def attention(q: Floats, keys: Floats | Halves, values: Floats | Halves, positions: Ints, window: int = 0) -> Floats:
+def attention(
+    q: Floats, keys: Floats | Halves, values: Floats | Halves, positions: Ints, window: int = 0, cap: float = 0.0
+) -> Floats:
     """[T, H, D] f32 of q [T, H, D] at `positions` [T] against keys and values [S, G, D] (`walk.attend`, `walk.merge`).
 
-    A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Softmax
-    runs in parts cut at multiples of 512 positions, merged in ascending order.
+    A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Scores are
+    capped where there is a cap. Softmax runs in parts cut at multiples of 512 positions, merged in ascending order.
     """
     T, H, _ = q.shape
     first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
@@ -314,7 +322,8 @@ def attention(q: Floats, keys: Floats | Halves, values: Floats | Halves, positio
         low = np.maximum(0, first[some] - start)[:, None]
         high = np.minimum(PART, positions[some] + 1 - start)[:, None]
         padding = -(end - start) % LANES
-        x = np.pad(scores(q[some], k[:, start:end]), [(0, 0), (0, 0), (0, padding)])
+        found = scores(q[some], k[:, start:end])
+        x = np.pad(capped(found, cap) if cap else found, [(0, 0), (0, 0), (0, padding)])
         weights, peak, total = softmax(x, low, high)
         part = State(peak, total, weigh(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
         merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)

@@ -34,6 +34,9 @@ NAP_MICROSECONDS = 50
 PATIENCE = 400_000
 """Looks for a next step before a helper thread returns to sleep: a few milliseconds."""
 
+CAP_SHARE = 4096
+"""Values of a row that one piece of CAP takes."""
+
 LINE = 64
 N = types.intp
 compiled: Any = njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[call-overload]
@@ -147,7 +150,7 @@ def _kernel(name: str, num_args: int) -> Any:
 inverse_rms = _kernel("inverse_rms", 4)
 add_normed = _kernel("add_normed", 5)
 add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
-norm_vector = _kernel("norm_vector", 4)
+norm_vector, cap_vector = _kernel("norm_vector", 4), _kernel("cap_vector", 3)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
 store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_value_f16", 3)
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
@@ -203,9 +206,21 @@ def norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
         r, first = i // per_row, i % per_row
         count = min(per_row - first, end - i)
         x = c.x + r * c.x_bytes
-        inverse_rms(x, c.hidden, c.eps, inverse)
-        activate_norm(act, r, x, op.weight, inverse, first, count)
+        if op.weight:
+            inverse_rms(x, c.hidden, c.eps, inverse)
+            activate_norm(act, r, x, op.weight, inverse, first, count)
+        else:
+            activate_plain(act, r, x, 0, 0, first, count)
         i += count
+
+
+@compiled
+def cap_row(op: Record, start: int, end: int) -> None:
+    """Shares of CAP_SHARE values of rows."""
+    per_row = (op.count + CAP_SHARE - 1) // CAP_SHARE
+    for i in range(start, end):
+        first = i % per_row * CAP_SHARE
+        cap_vector(op.out + i // per_row * op.out_bytes + 4 * first, op.cap, min(CAP_SHARE, op.count - first))
 
 
 @compiled
@@ -425,6 +440,8 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         else:
             scores_wide(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
     for i in range(n):
+        if op.cap:
+            cap_vector(weights + (i * PART + low * BLOCK) * 4, op.cap, (blocks - low) * BLOCK)
         position = int32_at(c.positions + 4 * (r0 + i // group))
         seen_from = max(0, first_seen(position, window) - start)
         seen_to = min(PART, position + 1 - start)
@@ -521,6 +538,10 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return result.num_values // result.unit
     if code == Op.ADD_NORM:
         return rows * (c.hidden // 32)
+    if code == Op.ROW_NORM:
+        return rows
+    if code == Op.CAP:
+        return rows * ((op.count + CAP_SHARE - 1) // CAP_SHARE)
     return 1
 
 
@@ -558,6 +579,11 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         gated(c, op, tid, rows, piece)
     elif code == Op.ADD_NORM:
         add_norm(c, op, tid, start, end)
+    elif code == Op.ROW_NORM:
+        for r in range(start, end):
+            norm_vector(op.out + r * op.out_bytes, op.weight, c.eps, op.count)
+    elif code == Op.CAP:
+        cap_row(op, start, end)
 
 
 # The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and

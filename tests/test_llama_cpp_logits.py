@@ -1,0 +1,111 @@
+"""Each architecture computes what llama.cpp computes: logits of tiny models beside goldens of llama.cpp.
+
+Goldens are in data/logits. To make them again (the files themselves are not kept, they are random):
+`python tests/test_llama_cpp_logits.py FOLDER`, `PEER/bin/python tests/write_llama_cpp_logits.py FOLDER`, and copy
+FOLDER/*.json. All is f32 here, so what is left is the order of sums, and GELU, which llama.cpp reads from a table of
+f16 numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_forward import running, tokens
+from tiny_models import ARCHITECTURES, write_tiny_model
+
+from engine import arch
+from engine.quant import TensorType
+
+GOLDENS = Path(__file__).parent / "data" / "logits"
+PROBES = (0, 1, 20, 33, 60, 69)
+VOCABULARY_STEP = 5
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 96,
+    "num_layers": 4,
+    "tensor_types": TensorType.F32,
+}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
+FACTORS = np.geomspace(1, 8, 8).tolist()
+
+
+def with_keys(architecture: str, keys: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return {"architecture": architecture, "metadata": metadata, **settings}
+
+
+# One by the name of each architecture, and what files of it may have beside.
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"architecture": name} for name in ARCHITECTURES},
+    "gemma3": {"architecture": "gemma3", "num_layers": 7, "rope_base": 1e6},
+    "olmo2": {"architecture": "olmo2", "tied": False},
+    "olmo2-windows-yarn": with_keys(
+        "olmo2", {**YARN, "rope.scaling.attn_factor": 1.1}, tied=False, num_layers=5, sliding_window=32
+    ),
+    "phi3": {"architecture": "phi3", "rope_factors": FACTORS, "context_size": 512},
+    "phi3-long": {"architecture": "phi3", "rope_factors": FACTORS},
+    "phi3-partial": with_keys("phi3", {"rope.dimension_count": 16}, head_dim=48, hidden_size=192),
+    "llama-linear": with_keys("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "llama-factors": {"architecture": "llama", "rope_factors": FACTORS},
+    "qwen2-yarn": with_keys("qwen2", YARN, head_dim=32, hidden_size=128),
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    settings = {**SIZES, "context_size": 1024, **CASES[name]}
+    # A name with "phi3" makes llama.cpp look for tokens of that model.
+    metadata = {"general.name": "Tiny", **settings.pop("metadata", {})}
+    return write_tiny_model(folder / f"{name}.gguf", metadata=metadata, **settings)
+
+
+def context_size(name: str) -> int:
+    return int(CASES[name].get("context_size", 1024))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    path, golden = write(tmp_path, name), json.loads((GOLDENS / f"{name}.json").read_text())
+    assert sha256(path) == golden["sha256"], "the random model is another one than the goldens are of"
+    expected = np.array(golden["logits"])
+    with running(path, positions=context_size(name), kv_type="f32") as runner:
+        found = runner.step((runner.table(), tokens(70)), want=PROBES)[:, ::VOCABULARY_STEP]
+    assert expected.std() > 0.3
+    # Measured: up to 4.3e-6 of the spread of logits, with GELU 1.3e-3.
+    bound = 2e-3 if name.startswith("gemma") else 5e-5
+    assert np.abs(found - expected).max() < bound * expected.std()
+
+
+def test_every_architecture_has_goldens_and_is_in_the_readme() -> None:
+    assert {CASES[name]["architecture"] for name in CASES} == set(arch.ARCHITECTURES)
+    readme = (GOLDENS.parents[2] / "README.md").read_text()
+    line = next(line for line in readme.splitlines() if line.startswith("Architectures (`general.architecture`"))
+    assert set(re.findall(r"`(\w+)`", line)) == set(arch.ARCHITECTURES)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        target = Path(sys.argv[1])
+        file = write(target, case)
+        asked = {
+            "file": file.name,
+            "sha256": sha256(file),
+            "ids": tokens(70).tolist(),
+            "probes": PROBES,
+            "vocabulary_step": VOCABULARY_STEP,
+            "context_size": context_size(case),
+        }
+        file.with_suffix(".case").write_text(json.dumps(asked))
