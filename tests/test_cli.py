@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import OutOfMemoryError, UsageError
 from goinfer_chat.loading import load_engine
-from goinfer_chat.settings import SETTINGS, Settings, resolve
+from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_size
 
@@ -451,6 +452,15 @@ def _seconds(arguments: list[str]) -> float:
 def test_help_lists_every_flag(program, name: list[str]) -> None:
     shown = program(HELLO, *name, "--help").stdout.decode()
     assert all(f"--{setting.flag} " in shown for setting in SETTINGS)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
+def test_the_guide_has_a_row_for_each_flag_with_all_its_words(setting: Setting) -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = [line for line in guide.splitlines() if re.match(rf"\| .*`--{setting.flag}[ `]", line)]
+    assert rows
+    shown = rows[0].split(" | ")[0].replace("\\|", "|")
+    assert all(re.search(rf"\b{word}\b", shown) for word in setting.choices or ())
 
 
 # The very beginning

@@ -491,6 +491,13 @@ def test_a_full_disk_is_said_and_costs_nothing_that_was_saved(folder: Path) -> N
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
+def test_a_full_disk_is_said_with_what_may_be_removed_by_hand(folder: Path, store: Store) -> None:
+    with store._database.reading() as connection:
+        connection.execute("PRAGMA max_page_count = 1")  # as many as there are: SQLITE_FULL, as on a full disk
+    with pytest.raises(StoreError, match=r"the disk is full; .* \.giw-kv are caches, which may be removed"):
+        kept(store, ("one", "1" * 100_000))
+
+
 def test_a_cache_that_cannot_be_copied_is_said_and_the_words_are_forked(folder: Path) -> None:
     code = """
     import resource

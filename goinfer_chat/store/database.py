@@ -239,7 +239,11 @@ def _contains(text: str, part: str) -> bool:
 def _explanation(error: sqlite3.Error) -> str:
     name = getattr(error, "sqlite_errorname", "")
     if name == "SQLITE_FULL":
-        return "the disk is full; what was saved before stands; make room and go on"
+        # No command of ours can make room here: SQLite does not even open its log on a full disk.
+        return (
+            "the disk is full; what was saved before stands; make room and go on (files there that end in .giw-kv are "
+            "caches, which may be removed)"
+        )
     if name.startswith("SQLITE_IOERR"):
         return "reading or writing failed (a full disk, a quota or a failing one); what was saved before stands"
     if name in ("SQLITE_BUSY", "SQLITE_LOCKED") or name.startswith("SQLITE_BUSY_"):
