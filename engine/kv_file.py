@@ -16,8 +16,10 @@ what follows. K/V are checked when they are read, before anything can use them. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 import struct
 import zlib
 from collections.abc import Sequence
@@ -48,6 +50,9 @@ from engine.kv_folder import (
 from engine.kv_layout import MAX_HEADER_BYTES, HeaderError, Identity, KVLayout, pack_header, read_header
 
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
+
+RESERVE_BYTES = 16 * 2**20
+"""What caches leave free on a disk, at most an eighth of it."""
 
 MAX_PIECES = 8
 """Records that hold a block, on average, before a file is written anew: each costs a third of a millisecond to read."""
@@ -396,6 +401,7 @@ class KVFile:
 
     def _append(self, log: _Log, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
         before = log.end
+        self._leave_room(len(table) - keep)
         if keep < log.length:
             log.cut(keep)
         self._add(log, table, pool)
@@ -407,9 +413,21 @@ class KVFile:
                 raise
         return Saved(log.end - before, len(table), rewritten=False)
 
+    def _leave_room(self, num_positions: int) -> None:
+        """A cache can be made again and words cannot: it does not take the last of the disk from them.
+
+        Raises OSError. What others write meanwhile is not known; then the write itself fails.
+        """
+        usage = shutil.disk_usage(self.path.parent)
+        reserve = min(RESERVE_BYTES, usage.total // 8)
+        needed = num_positions * self.identity.layout.block_bytes // BLOCK_SIZE
+        if num_positions and usage.free < needed + reserve:
+            raise OSError(errno.ENOSPC, "the disk is nearly full, and the rest is for words")
+
     def _rewrite(self, table: BlockTable, pool: KVPool) -> Saved:
         """Write another file and put it in place: at any moment, also on the disk, one of them is whole."""
         temporary = temporary_of(self.path)
+        self._leave_room(len(table))
         descriptor = create_locked(temporary)
         try:
             if self._descriptor is None:

@@ -6,6 +6,7 @@ K/V are functions of the ids (`kv_conversations`), so whatever comes out of a fi
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import tempfile
 import zlib
@@ -27,7 +28,7 @@ from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
-from engine.kv_file import Identity, KVFile, KVFileLockedError, KVLayout
+from engine.kv_file import RESERVE_BYTES, Identity, KVFile, KVFileError, KVFileLockedError, KVLayout
 from engine.model import Batch, Model
 
 
@@ -574,3 +575,23 @@ def run(model: Model, pool: KVPool, table: BlockTable, ids: Sequence[int]) -> np
         logits = model.forward(batch)[0].copy()
         table.append(part)
     return logits
+
+
+def test_a_cache_does_not_take_the_last_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(path)
+    conversation.add_some(100)
+    with conversation.save() as file:
+        before = path.read_bytes()
+        conversation.add_some(50)
+        total, needed = 10**9, 50 * conversation.pool.block_bytes // 64
+        room = needed + RESERVE_BYTES
+        usage = type(shutil.disk_usage(path.parent))
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(total, total - room + 1, room - 1))
+        with pytest.raises(
+            KVFileError, match="not saved: the disk is nearly full, and the rest is for words; 100 of 150"
+        ):
+            file.save(conversation.table, conversation.pool)
+        assert path.read_bytes() == before
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(total, total - room, room))
+        file.save(conversation.table, conversation.pool)
+    assert restored(path) == (list(range(150)), None)
