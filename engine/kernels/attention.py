@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from engine.kernels.ir import F32, I32, I64, VF, VI, Kernel, KernelBuilder, Value, fill
+from engine.kernels.ir import F32, I32, I64, VF, Kernel, KernelBuilder, Value, fill, vector
 
 BLOCK = 64
 """Positions of a KV block."""
@@ -23,6 +23,9 @@ PART = 512
 """Positions of a softmax part: fixed, since it shapes the sums."""
 STATE = 16
 """Floats before the weighted values of a state: the largest score, the sum, 14 of padding to a cache line."""
+
+WIDTH = 32
+"""Scores that softmax takes at a time: vectors side by side, since one's exponential is a long chain."""
 
 INFINITY = float("inf")
 
@@ -126,24 +129,33 @@ def softmax(b: KernelBuilder, p: Value, low: Value, high: Value, padded: Value, 
     low and high are what the row may see of this part: causality above, a sliding window below.
     """
     p, state = b.pointer(p), b.pointer(state)
-    lanes = ir.Constant(VI, list(range(16)))
-    low32, high32 = (b.splat(b.trunc(x, I32)) for x in (low, high))
+    wide = vector(F32, WIDTH)
+    lanes = ir.Constant(vector(I32, WIDTH), list(range(WIDTH)))
+    low32, high32 = (b.splat(b.trunc(x, I32), WIDTH) for x in (low, high))
+    # Only at the edges of what the row sees are there lanes to be left out.
+    first = b.sdiv(b.add(low, I64(WIDTH - 1)), I64(WIDTH))
+    last = b.larger_int(first, b.sdiv(high, I64(WIDTH)))
+    ranges = ((I64(0), first, True), (first, last, False), (last, b.sdiv(padded, I64(WIDTH)), True))
 
-    def seen(i: Value) -> Value:
-        position = b.add(lanes, b.splat(b.trunc(b.times(i, 16), I32)))
-        return b.and_(b.icmp_signed(">=", position, low32), b.icmp_signed("<", position, high32))
+    def masked(x: Value, i: Value, other: float) -> Value:
+        position = b.add(lanes, b.splat(b.trunc(b.times(i, WIDTH), I32), WIDTH))
+        seen = b.and_(b.icmp_signed(">=", position, low32), b.icmp_signed("<", position, high32))
+        return b.select(seen, x, fill(wide, other))
 
-    top, total = b.variable(fill(VF, -INFINITY)), b.variable(fill(VF, 0.0))
-    vectors = b.sdiv(padded, I64(16))
-    with b.loop(vectors) as i:
-        x = b.select(seen(i), b.read(VF, p, b.times(i, 64)), fill(VF, -INFINITY))
-        b.store(b.larger(x, b.get(top, VF)), top)
-    peak = b.tree(b.get(top, VF), b.larger)
-    with b.loop(vectors) as i:
-        at = b.times(i, 64)
-        e = b.select(seen(i), b.exp(b.fsub(b.read(VF, p, at), b.splat(peak))), fill(VF, 0.0))
-        b.write(e, p, at)
-        b.store(b.fadd(b.get(total, VF), e), total)
+    top, total = b.variable(fill(wide, -INFINITY)), b.variable(fill(VF, 0.0))
+    for start, end, edge in ranges:
+        with b.loop(end, start) as i:
+            x = b.read(wide, p, b.times(i, 4 * WIDTH))
+            b.store(b.larger(masked(x, i, -INFINITY) if edge else x, b.get(top, wide)), top)
+    peak = b.tree(b.get(top, wide), b.larger)
+    for start, end, edge in ranges:
+        with b.loop(end, start) as i:
+            at = b.times(i, 4 * WIDTH)
+            e = b.exp(b.fsub(b.read(wide, p, at), b.splat(peak, WIDTH)), positive=False)
+            e = masked(e, i, 0.0) if edge else e
+            b.write(e, p, at)
+            for k in range(0, WIDTH, 16):
+                b.store(b.fadd(b.get(total, VF), b.pick(e, e, range(k, k + 16))), total)
     b.write(peak, state)
     b.write(b.tree(b.get(total, VF), b.fadd), state, 4)
     with b.loop(b.sdiv(dim, I64(16))) as i:
@@ -155,7 +167,7 @@ def merge(b: KernelBuilder, state: Value, part: Value, dim: Value) -> None:
     state, part = b.pointer(state), b.pointer(part)
     first, second = b.read(F32, state), b.read(F32, part)
     peak = b.larger(first, second)
-    keep, take = (b.exp(b.splat(b.fsub(x, peak))) for x in (first, second))
+    keep, take = (b.exp(b.splat(b.fsub(x, peak)), positive=False) for x in (first, second))
     b.write(peak, state)
     total = b.fmadd(take, b.broadcast(F32, part, 4), b.fmul(keep, b.broadcast(F32, state, 4)))
     b.write(b.extract_element(total, I32(0)), state, 4)

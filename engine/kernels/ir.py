@@ -63,6 +63,10 @@ class KernelBuilder(ir.IRBuilder):
             return I64(x * y)
         return self.mul(self.int64(x), self.int64(y))
 
+    def larger_int(self, x: Value, y: Value) -> Value:
+        """The larger of two i64."""
+        return self.select(self.icmp_signed(">", x, y), x, y)
+
     def smaller(self, x: Value, y: Value) -> Value:
         """The smaller of two i64."""
         return self.select(self.icmp_signed("<", x, y), x, y)
@@ -160,23 +164,26 @@ class KernelBuilder(ir.IRBuilder):
         """16 f16 values from memory as f32."""
         return self.fpext(self.read(vector(F16, 16), base, *offsets), VF)
 
-    def exp(self, x: Value) -> Value:
-        """e**x of 16 lanes, clamped to -87..88, within 1 ulp: x = n ln 2 + r, a polynomial of degree 6 in r, 2**n.
+    def exp(self, x: Value, positive: bool = True) -> Value:
+        """e**x of all lanes, clamped to -87..88, within 1 ulp: x = n ln 2 + r, a polynomial of degree 6 in r, 2**n.
 
+        Unless x may be `positive`, the upper clamp is left out.
         ln 2 is split in two (Cody and Waite 1980). Ours, so that the bits are the same on every machine.
         """
 
         def c(v: float) -> Value:
-            return fill(VF, v)
+            return fill(x.type, v)
 
+        ints = vector(I32, x.type.count)
         x = self.select(self.fcmp_ordered("<", x, c(-87.0)), c(-87.0), x)
-        x = self.select(self.fcmp_ordered(">", x, c(88.0)), c(88.0), x)
+        if positive:
+            x = self.select(self.fcmp_ordered(">", x, c(88.0)), c(88.0), x)
         n = self.round_even(self.fmul(x, c(EXP_LOG2E)))
         r = self.fmadd(n, c(EXP_LN2_LOW), self.fmadd(n, c(EXP_LN2_HIGH), x))
         p = c(EXP_COEFFICIENTS[0])
         for k in EXP_COEFFICIENTS[1:]:
             p = self.fmadd(p, r, c(k))
-        return self.bitcast(self.add(self.bitcast(p, VI), self.shl(self.fptosi(n, VI), fill(VI, 23))), VF)
+        return self.bitcast(self.add(self.bitcast(p, ints), self.shl(self.fptosi(n, ints), fill(ints, 23))), x.type)
 
     # ------------------------------------------------------------------ loops
     @contextmanager
