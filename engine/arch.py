@@ -55,6 +55,22 @@ class ArchSpec:
     file_scales: bool = False
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What is special about it, for people."""
+        said = {
+            "GELU": self.activation == "gelu",
+            "norms after branches": self.post_norms,
+            "none before": not self.pre_norms,
+            "q and k normed whole": self.whole_head_norms,
+            "sliding windows": self.local_layers > 0,
+            "soft caps": self.soft_caps,
+            "layers without rotation": self.unrotated_layers > 0,
+            "scaled embeddings": self.scale_embedding,
+            "scaled embeddings, branches, scores and logits": self.file_scales,
+        }
+        return tuple(words for words, is_so in said.items() if is_so)
+
 
 ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     {

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.cpu import usable_threads
+from engine.errors import UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART, STATE
 from engine.kernels.build import CompiledKernels
@@ -280,6 +281,25 @@ class _Layers:
         ]
         tied = "output.weight" not in gguf.tensors
         self.head = self.embedding if tied else matrix("output", c.vocab_size, c.hidden_size)
+        self._check_all_is_read(gguf)
+
+    def _check_all_is_read(self, gguf: GGUFFile) -> None:
+        """Raise UnsupportedModelError for a tensor that a step would pass over: its results would silently be wrong."""
+        arch = self.config.arch
+        vectors = ["attn_rot_embd.weight", "attn_q_norm.weight", "attn_k_norm.weight"]
+        vectors += ["attn_norm.weight", "ffn_norm.weight"] if arch.pre_norms else []
+        vectors += ["post_attention_norm.weight", "post_ffw_norm.weight"] if arch.post_norms else []
+        vectors += [] if arch.whole_head_norms else ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
+        read = {m.name for m in self.matrices} | {
+            f"blk.{n}.{v}" for n in range(self.config.num_layers) for v in vectors
+        }
+        read |= {"output_norm.weight", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+        for name in gguf.tensors:
+            if name not in read:
+                shown = "".join(x for x in name if x.isprintable())[:64]
+                raise UnsupportedModelError(
+                    f"{gguf.path.name}: tensor {shown} is of a form of {arch.name} that is not supported"
+                )
 
     @property
     def matrices(self) -> list[Matrix]:

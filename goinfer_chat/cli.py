@@ -189,11 +189,13 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         return show_tools(resolve(given_flags(context, flags), os.environ))
 
     @app.command("models")
-    def models_command() -> int:
+    def models_command(
+        supported: Annotated[bool, typer.Option("--supported", help="Show what kinds of models run instead.")] = False,
+    ) -> int:
         """Show the models that are here and those that can be had."""
-        from goinfer_chat.models import show_models
+        from goinfer_chat.models import show_models, show_supported
 
-        return show_models(Stream(sys.stdout))
+        return (show_supported if supported else show_models)(Stream(sys.stdout))
 
     @app.command("pull")
     def pull_command(

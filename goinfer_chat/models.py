@@ -30,6 +30,21 @@ def show_models(out: Stream) -> int:
     return 0
 
 
+def show_supported(out: Stream) -> int:
+    """What kinds of models run, out of the engine's own tables. Returns the exit code."""
+    from engine.arch import ARCHITECTURES
+    from engine.kernels.formats import FORMATS
+
+    out.line("architecture (general.architecture)  special about it")
+    for spec in ARCHITECTURES.values():
+        out.line(f"{spec.name:<37}{', '.join(spec.traits) or 'nothing'}")
+    out.line(f"\ntensor types  {' '.join(kind.name for kind in FORMATS)}")
+    out.line("K and V       f16 f32 q8_0")
+    out.line("all of them   reuse of what is cached, undo, forks, kept caches, speculation; tools and thinking are the")
+    out.line("              chat template's")
+    return 0
+
+
 def pull_model(model: str, out: Stream, side: Stream) -> int:
     """Fetch a model and print the path of its file. Returns the exit code; raises what catalogue.pull raises."""
     out.line(str(fetch_model(model, side)))

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 from tiny_models import write_tiny_model
 
+from engine.arch import ARCHITECTURES
 from engine.errors import OutOfMemoryError, UsageError
+from engine.kernels.formats import FORMATS
 from goinfer_chat.loading import load_engine
 from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
 from goinfer_chat.terminal import Stream
@@ -391,6 +393,16 @@ def test_stop_can_be_given_several_times(program) -> None:
 
 
 # Models
+
+
+def test_models_supported_lists_every_architecture_and_tensor_type(program) -> None:
+    done = program(HELLO, "models", "--supported")
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0
+    assert [line.split()[0] for line in lines[1 : 1 + len(ARCHITECTURES)]] == list(ARCHITECTURES)
+    assert next(line for line in lines if line.startswith("gemma2")).endswith("soft caps, scaled embeddings")
+    types = next(line for line in lines if line.startswith("tensor types")).split()[2:]
+    assert set(types) == {kind.name for kind in FORMATS}
 
 
 def test_models_lists_the_catalogue_and_where_each_is(program, tmp_path: Path) -> None:

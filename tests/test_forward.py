@@ -273,6 +273,16 @@ def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[np.ndar
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", "blk.0.attn_output.bias"), ("olmo2", "blk.1.attn_q.bias"), ("phi3", "blk.0.attn_qkv.bias")],
+)
+def test_a_tensor_that_a_step_would_pass_over_is_refused(architecture: Any, name: str, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "more.gguf", architecture, tensors={name: np.ones(16, np.float32)})
+    with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=f"tensor {name} is of a form of"):
+        Model.load(gguf)
+
+
 # ---------------------------------------------------------------- against NumPy
 @every_model_and_type
 def test_the_compiled_step_has_the_bits_of_the_numpy_step(
