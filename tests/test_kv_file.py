@@ -595,3 +595,13 @@ def test_a_cache_does_not_take_the_last_of_the_disk(path: Path, monkeypatch: pyt
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(total, total - room, room))
         file.save(conversation.table, conversation.pool)
     assert restored(path) == (list(range(150)), None)
+
+
+def test_contexts_with_other_rope_factors_have_other_identities(tmp_path: Path) -> None:
+    """Phi 3 turns positions otherwise in a context beyond the one it was trained with (512 here)."""
+    path = write_tiny_model(tmp_path / "phi.gguf", "phi3", rope_factors=np.geomspace(1, 8, 32).tolist())
+    with open_gguf(path) as gguf:
+        config, content = ModelConfig.from_gguf(gguf), gguf.content_hash()
+    short, other_short, long = (Identity.of(config.for_context(n), content) for n in (256, 512, 513))
+    assert short == other_short
+    assert short.key != long.key
