@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.api import Engine, Event, Finished, Message, NamedTool, Notice, Request, TextDelta, ToolCall
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.attachments import Attachment, with_attachments
+from goinfer_chat.calls.events import Step, TurnEvent
 from goinfer_chat.conversations import DATE, Conversations
 from goinfer_chat.settings import Settings
 from goinfer_chat.store import (
@@ -25,12 +26,11 @@ from goinfer_chat.store import (
     StoredMessage,
     session_folder,
 )
-from goinfer_chat.tool_events import Step, TurnEvent
 
 if TYPE_CHECKING:
-    from goinfer_chat.approval import Asker
+    from goinfer_chat.calls.approval import Asker
+    from goinfer_chat.calls.toolbox import Toolbox
     from goinfer_chat.engines import Engines
-    from goinfer_chat.toolbox import Toolbox
     from tools import Journal, TakenBack
 
 Turn = Generator[Event, None, Step | None]
@@ -130,7 +130,7 @@ class Agent:
             yield from first
             return
 
-        from goinfer_chat.toolloop import ToolLoop
+        from goinfer_chat.calls.loop import ToolLoop
 
         loop = ToolLoop(toolbox, self._journal(live), cancel, forced=forced)
         yield from loop.run((yield from first), step, lambda results: self._keep_results(live, results))
@@ -232,7 +232,7 @@ class Agent:
     def open_toolbox(self) -> Toolbox:
         """The tools there are; loaded when they are first needed. Raises UsageError."""
         if self.toolbox is None:
-            from goinfer_chat.toolbox import Choice, Toolbox
+            from goinfer_chat.calls.toolbox import Choice, Toolbox
 
             toolbox = Toolbox.open(self.settings)
             choice = Choice.parse(self.settings.tools)
@@ -247,7 +247,7 @@ class Agent:
 
     def run_call(self, call: ToolCall) -> Iterator[TurnEvent]:
         """Run a call of the last reply, and keep its result; no further reply follows."""
-        from goinfer_chat.toolloop import ToolLoop
+        from goinfer_chat.calls.loop import ToolLoop
 
         assert self.live is not None
         toolbox, live = self.open_toolbox(), self.live

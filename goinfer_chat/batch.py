@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Final
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.commands import COMMANDS
-from goinfer_chat.conversation_commands import resumed
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
-from goinfer_chat.message_commands import attached
-from goinfer_chat.registry import ShellCommand
-from goinfer_chat.render import View, notices
 from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.shell import how_it_ended, run_shell_captured
+from goinfer_chat.slash.commands import COMMANDS
+from goinfer_chat.slash.conversation import resumed
+from goinfer_chat.slash.message import attached
+from goinfer_chat.slash.registry import ShellCommand
 from goinfer_chat.terminal import Stream
 from goinfer_chat.turn import play_turn
+from goinfer_chat.view.render import View, notices
 
 COLUMNS: Final = 100
 """The lines of lists, which nobody may be looking at."""
 
 if TYPE_CHECKING:
-    from goinfer_chat.approval import Asker
+    from goinfer_chat.calls.approval import Asker
 
 
 def run_items(

@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 from engine.errors import UsageError
 from engine.perplexity import CHUNK_TOKENS, perplexity
 from goinfer_chat.modes import EngineFactory
-from goinfer_chat.render import to_json
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream, true_text
+from goinfer_chat.view.render import to_json
 
 
 class Tokens(Protocol):

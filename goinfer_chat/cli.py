@@ -84,7 +84,7 @@ def _run(app: typer.Typer) -> int:
 
 def _failed(error: Exception) -> int:
     """Shows an error where its reader looks: as JSON among the replies, else on standard error."""
-    from goinfer_chat.render import error_object, exit_code, report_error, to_json
+    from goinfer_chat.view.render import error_object, exit_code, report_error, to_json
 
     as_json = wants_json(sys.argv[1:], os.environ) and not isinstance(error, OutputError)
     with suppress(OutputError):
@@ -161,7 +161,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
             return run(settings, make_engine, question, attach or ())
         if attach:
             raise UsageError("--attach goes with neither --tool nor --schema")
-        from goinfer_chat.tool_modes import run_forced, run_with_schema
+        from goinfer_chat.calls.modes import run_forced, run_with_schema
 
         if schema is not None:
             return run_with_schema(settings, make_engine, question, schema)
@@ -176,7 +176,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         task: Annotated[str | None, typer.Argument(help="What to do; - reads all of standard input.")] = None,
     ) -> int:
         """Work on a task in this folder with tools, until it is done."""
-        from goinfer_chat.tool_modes import run_agent
+        from goinfer_chat.calls.modes import run_agent
 
         return run_agent(resolve(given_flags(context, flags), os.environ), make_engine, task)
 
@@ -184,7 +184,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     @with_settings
     def tools_command(context: typer.Context, flags: Flags) -> int:
         """List the tools a model may call, with their risk and their arguments."""
-        from goinfer_chat.tool_modes import show_tools
+        from goinfer_chat.calls.modes import show_tools
 
         return show_tools(resolve(given_flags(context, flags), os.environ))
 
@@ -193,7 +193,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         supported: Annotated[bool, typer.Option("--supported", help="Show what kinds of models run instead.")] = False,
     ) -> int:
         """Show the models that are here and those that can be had."""
-        from goinfer_chat.models import show_models, show_supported
+        from goinfer_chat.models.command import show_models, show_supported
 
         return (show_supported if supported else show_models)(Stream(sys.stdout))
 
@@ -202,7 +202,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         model: Annotated[str, typer.Argument(help="A name of `models`, hf:OWNER/REPO[:FILE or QUANT], or a path.")],
     ) -> int:
         """Fetch a model and check it."""
-        from goinfer_chat.models import pull_model
+        from goinfer_chat.models.command import pull_model
 
         return pull_model(model, Stream(sys.stdout), Stream(sys.stderr))
 

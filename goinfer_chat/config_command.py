@@ -72,7 +72,7 @@ def _path(flags: Mapping[str, Any]) -> Path:
 
 
 def _init(path: Path) -> int:
-    from goinfer_chat.fetch import make_folder
+    from goinfer_chat.models.fetch import make_folder
     from goinfer_chat.settings_file import template
     from goinfer_chat.store.folder import write_private
 

@@ -26,7 +26,7 @@ def completions(setting: Setting) -> Callable[[str], list[str]] | None:
 
 
 def _models() -> list[str]:
-    from goinfer_chat import catalogue
+    from goinfer_chat.models import catalogue
 
     return [model.name for model in catalogue.list_models()]
 

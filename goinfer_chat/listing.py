@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from goinfer_chat.cells import width
+from goinfer_chat.view.cells import width
 
 if TYPE_CHECKING:
     from goinfer_chat.store import Conversation, SearchHit, Store
@@ -43,7 +43,7 @@ def columns(rows: Sequence[Sequence[str]], room: int | None = None) -> list[str]
 
 def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     """Cells below `HEADINGS`."""
-    from goinfer_chat.fetch import size
+    from goinfer_chat.models.fetch import size
 
     kv_bytes, kv_format = store.kv_bytes(conversation.id), store.kv_format(conversation.id)
 

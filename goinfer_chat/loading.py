@@ -66,7 +66,7 @@ def connect(settings: Settings, base_url: str) -> Engine:
 
 def find_model(model: str, side: Stream) -> Path:
     """The file of a model, fetched if it is not here. Raises ModelError or UsageError."""
-    from goinfer_chat import catalogue
+    from goinfer_chat.models import catalogue
 
     return catalogue.resolve(model) or fetch_model(model, side)
 
@@ -86,8 +86,8 @@ def fetch_model(model: str, side: Stream) -> Path:
     """Pull a model, with a bar on a terminal and a line now and then elsewhere. Raises what catalogue.pull raises."""
     from rich.console import Console
 
-    from goinfer_chat import catalogue
-    from goinfer_chat.progress import download_progress
+    from goinfer_chat.models import catalogue
+    from goinfer_chat.models.progress import download_progress
 
     if side.file is None:
         return catalogue.pull(model)

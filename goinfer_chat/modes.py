@@ -19,10 +19,10 @@ from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
 from goinfer_chat.loading import find_model
 from goinfer_chat.remembered import recall, remember
-from goinfer_chat.render import JsonView, TextView, View
 from goinfer_chat.script import CommandLine, Item, read_script
 from goinfer_chat.settings import PanelSize, Settings
 from goinfer_chat.terminal import Stream, quiet_terminal, true_text
+from goinfer_chat.view.render import JsonView, TextView, View
 
 
 class EngineFactory(Protocol):
@@ -40,7 +40,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     if not sys.stdin.isatty() or not (replies.terminal or side.terminal):
         return _run(read_script(sys.stdin.buffer), settings, make_engine, replies, side)
 
-    from goinfer_chat.approval_prompt import PersonAsker
+    from goinfer_chat.calls.approval_prompt import PersonAsker
     from goinfer_chat.repl import run_repl
 
     # With standard output in a file the conversation still needs a terminal, and the file gets the replies alone.
@@ -126,8 +126,8 @@ class PromptViews:
         if settings.json or settings.plain or self._replies is not screen or not screen.moves:
             return view_for(settings, self._replies, screen)
 
-        from goinfer_chat.live_view import LiveView
-        from goinfer_chat.themes import theme_for
+        from goinfer_chat.view.live_view import LiveView
+        from goinfer_chat.view.themes import theme_for
 
         theme = theme_for(settings.theme, os.environ)
         info = self._agent.engine.info

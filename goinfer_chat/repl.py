@@ -11,21 +11,21 @@ from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.attachments import mentioned
 from goinfer_chat.clipboard import copy_with_program, osc52
-from goinfer_chat.commands import COMMANDS
-from goinfer_chat.conversation_commands import recent, resumed
 from goinfer_chat.editor import edited
 from goinfer_chat.listing import counted, excerpt
-from goinfer_chat.message_commands import attached
 from goinfer_chat.prompt.ending import PromptEnded, ending_on_signals
 from goinfer_chat.prompt.keys import LineCleared
 from goinfer_chat.prompt.line_editor import LineEditor
-from goinfer_chat.registry import ShellCommand
-from goinfer_chat.render import View, banner, report_error
 from goinfer_chat.script import CommandLine, Turn, read_item
 from goinfer_chat.shell import how_it_ended, run_shell, run_shell_captured
+from goinfer_chat.slash.commands import COMMANDS
+from goinfer_chat.slash.conversation import recent, resumed
+from goinfer_chat.slash.message import attached
+from goinfer_chat.slash.registry import ShellCommand
 from goinfer_chat.store import StoreError
 from goinfer_chat.terminal import OutputError, QuietTerminal, Stream
 from goinfer_chat.turn import play_turn
+from goinfer_chat.view.render import View, banner, report_error
 
 
 def run_repl(agent: Agent, terminal: QuietTerminal, screen: Stream, make_view: Callable[[], View]) -> int:

@@ -154,7 +154,7 @@ def sessions_app() -> typer.Typer:
 
 def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
     from engine.kv_folder import list_kept
-    from goinfer_chat.fetch import size
+    from goinfer_chat.models.fetch import size
 
     out = Stream(sys.stdout)
     with _store(context) as store:
@@ -403,7 +403,7 @@ def _shown(path: Any) -> str:
 
 
 def _json(value: dict[str, Any]) -> str:
-    from goinfer_chat.render import to_json
+    from goinfer_chat.view.render import to_json
 
     return to_json(value)
 

@@ -199,7 +199,7 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
 
     Raises UsageError where the file cannot be written, or is written in a way that only its author can change.
     """
-    from goinfer_chat.fetch import make_folder
+    from goinfer_chat.models.fetch import make_folder
     from goinfer_chat.store.folder import write_private
 
     where = true_text(str(path))

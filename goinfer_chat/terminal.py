@@ -16,7 +16,7 @@ from types import FrameType, MappingProxyType
 from typing import Final, NoReturn, TextIO
 
 from engine.errors import GoinferError
-from goinfer_chat.colours import depth_of
+from goinfer_chat.view.colours import depth_of
 
 _KEPT = "\n\t"
 _C0 = [*range(0x20), 0x7F]
@@ -177,7 +177,7 @@ def _broken(line: str, columns: int) -> str:
     """The line in rows; a word that is longer than a row, such as a path, is left to the terminal."""
     if len(line) <= columns // 2 or "\t" in line:  # no character is wider than two cells
         return line
-    from goinfer_chat.cells import Run, plain, width, wrap
+    from goinfer_chat.view.cells import Run, plain, width, wrap
 
     if width(line) <= columns or any(width(word) > columns for word in line.split(" ")):
         return line

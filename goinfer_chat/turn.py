@@ -14,9 +14,9 @@ from typing import Final
 
 from engine.api import Finished, Reply
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.render import View
+from goinfer_chat.calls.events import EXIT_CODES, Answer, ApprovalAsked, RepeatAsked, TurnEnded, TurnEvent
 from goinfer_chat.start import INTERRUPTED
-from goinfer_chat.tool_events import EXIT_CODES, Answer, ApprovalAsked, RepeatAsked, TurnEnded, TurnEvent
+from goinfer_chat.view.render import View
 
 ENGINE_THREAD: Final = "engine"
 TICK_SECONDS: Final = 1 / 15

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelError
-from goinfer_chat import catalogue
+from goinfer_chat.models import catalogue
 from goinfer_chat.store import Store
 
 

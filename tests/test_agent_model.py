@@ -14,8 +14,8 @@ from engine import load
 from engine.api import Finished
 from engine.local import LocalEngine
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.calls.events import ToolEnded, TurnEnded
 from goinfer_chat.settings import Settings
-from goinfer_chat.tool_events import ToolEnded, TurnEnded
 
 HARMLESS = "Nothing of interest stands here.\n"
 HOSTILE = (

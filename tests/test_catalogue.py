@@ -15,11 +15,11 @@ from tiny_models import write_tiny_model
 
 from engine.errors import DownloadError, ModelFileError, ModelNotFoundError, UsageError
 from engine.gguf_file import open_gguf
-from goinfer_chat import catalogue, progress
-from goinfer_chat.catalogue import CATALOGUE, ModelRow, list_models, models_folder, pull, resolve
-from goinfer_chat.fetch import make_folder, size
-from goinfer_chat.hub import choose, group_shards
-from goinfer_chat.wheels import WheelParts
+from goinfer_chat.models import catalogue, progress
+from goinfer_chat.models.catalogue import CATALOGUE, ModelRow, list_models, models_folder, pull, resolve
+from goinfer_chat.models.fetch import make_folder, size
+from goinfer_chat.models.hub import choose, group_shards
+from goinfer_chat.models.wheels import WheelParts
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def deny(event, arguments):
     if event.startswith("socket.") or event == "subprocess.Popen":
         raise SystemExit(f"{event} {arguments}")
 sys.addaudithook(deny)
-from goinfer_chat import catalogue
+from goinfer_chat.models import catalogue
 for name in sys.argv[1:]:
     assert catalogue.ensure(name), name
 catalogue.list_models()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goinfer_chat.cells import DIM, Run, cut, cut_line, is_certain, line_width, plain, width, wrap
+from goinfer_chat.view.cells import DIM, Run, cut, cut_line, is_certain, line_width, plain, width, wrap
 
 ODD = ["❤️", "👩‍🚀", "日本語", "🇯🇵", "e\u0301", "שלום", "각", "नि", " ", "  ", "a", "word", "\n", "-", "🏴󠁧󠁢󠁳󠁣󠁴󠁿", "👍🏽"]
 TEXTS = st.lists(st.sampled_from(ODD), max_size=30).map("".join)

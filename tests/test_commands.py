@@ -11,9 +11,9 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 from engine.api import Finished, Message
 from engine.errors import TemplateError, UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.commands import COMMANDS
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import SETTINGS, Settings
+from goinfer_chat.slash.commands import COMMANDS
 
 
 @pytest.fixture

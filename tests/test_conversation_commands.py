@@ -15,14 +15,14 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 from engine.api import Event, Finished, Message, Notice, Reply
 from engine.errors import EngineError, GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.cells import width
-from goinfer_chat.commands import COMMANDS
-from goinfer_chat.conversation_commands import recent, resumed
 from goinfer_chat.conversations import Conversations
-from goinfer_chat.registry import Outcome
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import Settings
+from goinfer_chat.slash.commands import COMMANDS
+from goinfer_chat.slash.conversation import recent, resumed
+from goinfer_chat.slash.registry import Outcome
 from goinfer_chat.store import ConversationInUseError, Store, StoreError
+from goinfer_chat.view.cells import width
 
 TURNS = [ScriptedTurn(pieces=[word, " ", "said"]) for word in ("One", "Two", "Three", "Four", "Five")]
 Start = Callable[..., Agent]

@@ -24,10 +24,10 @@ import pytest
 from small_servers import COMMIT, Hub, Index, serve
 
 from engine.errors import DownloadError, GoinferError, ModelNotFoundError, UsageError
-from goinfer_chat import catalogue, hub, transfer
-from goinfer_chat.catalogue import CatalogueModel, pull, resolve
-from goinfer_chat.fetch import Content
-from goinfer_chat.wheels import WheelParts
+from goinfer_chat.models import catalogue, hub, transfer
+from goinfer_chat.models.catalogue import CatalogueModel, pull, resolve
+from goinfer_chat.models.fetch import Content
+from goinfer_chat.models.wheels import WheelParts
 
 REPO = "someone/Tiny-GGUF"
 DATA = Random(1).randbytes(1_000_003)
@@ -240,7 +240,7 @@ def test_a_misspelt_hub_name_is_wrong_usage(spec: str, small_hub: Hub) -> None:
 
 CHILD = """
 import sys
-from goinfer_chat import catalogue
+from goinfer_chat.models import catalogue
 from engine.errors import GoinferError
 try:
     print(catalogue.pull(sys.argv[1], say=lambda line: print(line, flush=True)))

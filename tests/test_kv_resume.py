@@ -32,7 +32,7 @@ from engine.kv_layout import Identity, KVLayout
 from engine.local import LocalEngine
 from engine.memory import MemoryPlan
 from engine.prefill_speed import PrefillSpeed
-from goinfer_chat.render import notices
+from goinfer_chat.view.render import notices
 
 GREEDY = SamplingParams(temperature=0)
 HOT = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, seed=7)

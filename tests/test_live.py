@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_screen import XTERM, FakeScreen
 
-from goinfer_chat.cells import Line, Run, line_width
-from goinfer_chat.live import LiveRegion, reflows
-from goinfer_chat.themes import theme_for
+from goinfer_chat.view.cells import Line, Run, line_width
+from goinfer_chat.view.live import LiveRegion, reflows
+from goinfer_chat.view.themes import theme_for
 
 
 def line(text: str) -> Line:

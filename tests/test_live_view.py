@@ -21,9 +21,9 @@ from engine.api import (
     ToolCall,
     ToolCallReady,
 )
-from goinfer_chat.live_view import FRAME_SECONDS, LiveView
-from goinfer_chat.render import stats_line
-from goinfer_chat.themes import theme_for
+from goinfer_chat.view.live_view import FRAME_SECONDS, LiveView
+from goinfer_chat.view.render import stats_line
+from goinfer_chat.view.themes import theme_for
 
 
 @dataclass

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from goinfer_chat.cells import Line, line_width, plain
-from goinfer_chat.highlight import WINDOW, Highlighter
-from goinfer_chat.markdown_blocks import code_blocks, parse
-from goinfer_chat.markdown_stream import MarkdownStream, RawStream, ReplyStream
+from goinfer_chat.view.cells import Line, line_width, plain
+from goinfer_chat.view.highlight import WINDOW, Highlighter
+from goinfer_chat.view.markdown_blocks import code_blocks, parse
+from goinfer_chat.view.markdown_stream import MarkdownStream, RawStream, ReplyStream
 
 SAMPLE = '''# Title
 

@@ -20,13 +20,13 @@ from engine.api import Finished, Message, Notice, Reply, Request
 from engine.errors import EngineError, ModelFileError, ModelNotFoundError, UsageError
 from engine.local import LocalEngine
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.commands import COMMANDS
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
 from goinfer_chat.loading import load_engine
 from goinfer_chat.modes import engines_of
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import Settings
+from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.terminal import Stream
 
 ROOT = Path(__file__).parent.parent

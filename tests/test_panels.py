@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.api import PrefillProgress, TurnStats
-from goinfer_chat.cells import Line, line_width, plain
-from goinfer_chat.panels import (
+from goinfer_chat.view.cells import Line, line_width, plain
+from goinfer_chat.view.panels import (
     ToolRow,
     TurnFigures,
     figures_line,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engine.api import Finished, ModelInfo, Notice, PrefillProgress, Reply, TextDelta, TurnStats
 from engine.errors import ContextExceededError, TemplateError
-from goinfer_chat.render import (
+from goinfer_chat.terminal import Stream, sanitize, true_text
+from goinfer_chat.view.render import (
     JsonView,
     TextView,
     banner,
@@ -25,7 +26,6 @@ from goinfer_chat.render import (
     stats_line,
     to_json,
 )
-from goinfer_chat.terminal import Stream, sanitize, true_text
 
 STATS = TurnStats(
     prompt_tokens=3020,

@@ -16,10 +16,10 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
-from goinfer_chat.commands import COMMANDS
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import SETTINGS, Settings, resolve
 from goinfer_chat.settings_file import read_settings_file, save_settings, template, to_toml
+from goinfer_chat.slash.commands import COMMANDS
 
 
 @pytest.fixture

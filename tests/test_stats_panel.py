@@ -8,8 +8,8 @@ import pytest
 from test_render import STATS
 
 from engine.api import TurnStats
-from goinfer_chat.cells import width
-from goinfer_chat.stats_panel import stats_panel, totals_of
+from goinfer_chat.view.cells import width
+from goinfer_chat.view.stats_panel import stats_panel, totals_of
 
 FIRST = replace(
     STATS, prompt_tokens=1000, prefill_reused_tokens=0, prefill_tokens=1000, prefill_tok_s=500.0, ttft_ms=2000.0

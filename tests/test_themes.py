@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from goinfer_chat.cells import Run, Style
-from goinfer_chat.colours import Colour, contrast, depth_of, nearest, of_index
 from goinfer_chat.terminal import Stream
-from goinfer_chat.themes import PALETTES, ROLES, theme_for
+from goinfer_chat.view.cells import Run, Style
+from goinfer_chat.view.colours import Colour, contrast, depth_of, nearest, of_index
+from goinfer_chat.view.themes import PALETTES, ROLES, theme_for
 
 WHITE, PAPER, BLACK, CHARCOAL = (255, 255, 255), (250, 250, 245), (0, 0, 0), (30, 30, 30)
 BARS = ("bar", "reused")

@@ -19,12 +19,8 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 from engine.api import Finished, NamedTool, Notice
 from engine.errors import ContextExceededError, UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.approval_rules import KeptRules, Rule
-from goinfer_chat.commands import COMMANDS
-from goinfer_chat.conversations import Conversations
-from goinfer_chat.script import CommandLine
-from goinfer_chat.settings import Settings
-from goinfer_chat.tool_events import (
+from goinfer_chat.calls.approval_rules import KeptRules, Rule
+from goinfer_chat.calls.events import (
     EXIT_CODES,
     Answer,
     ApprovalAsked,
@@ -34,6 +30,10 @@ from goinfer_chat.tool_events import (
     ToolStarted,
     TurnEnded,
 )
+from goinfer_chat.conversations import Conversations
+from goinfer_chat.script import CommandLine
+from goinfer_chat.settings import Settings
+from goinfer_chat.slash.commands import COMMANDS
 
 OWN_TOOLS = '''
 import time

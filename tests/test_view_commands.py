@@ -15,14 +15,14 @@ from engine.api import Message
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.clipboard import MAX_OSC_BYTES, copy_with_program, osc52
-from goinfer_chat.commands import COMMANDS
-from goinfer_chat.conversation_commands import called
 from goinfer_chat.modes import PromptViews, recalled_panel
 from goinfer_chat.prompt.toolbar import MIN_COLUMNS, toolbar
-from goinfer_chat.registry import Outcome
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import Settings
+from goinfer_chat.slash.commands import COMMANDS
+from goinfer_chat.slash.conversation import called
+from goinfer_chat.slash.registry import Outcome
 from goinfer_chat.terminal import Stream
 
 REPLY = "Text with **marks**\n\n```python\nx = 1\n\n\ty\n```\n\n~~~\nsecond\n~~~\n"

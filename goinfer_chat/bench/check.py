@@ -15,16 +15,16 @@ from typing import Any, Final, Literal
 from engine.api import Engine, ModelInfo, Request, SamplingParams
 from engine.errors import UsageError
 from engine.gguf_file import open_gguf
-from goinfer_chat import catalogue
 from goinfer_chat.bench.asking import Answer, ask, tokens_of
 from goinfer_chat.bench.machine import Peaks, Probe, describe, peak_resident_bytes
 from goinfer_chat.bench.report import significant
 from goinfer_chat.bench.texts import plain_text
 from goinfer_chat.bench.work import Work
+from goinfer_chat.models import catalogue
 from goinfer_chat.modes import EngineFactory
-from goinfer_chat.render import to_json
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
+from goinfer_chat.view.render import to_json
 
 WORDS: Final = 2000
 DECODE_TOKENS: Final = 64

@@ -182,7 +182,7 @@ def _streams(settings: Settings) -> tuple[Stream, Stream]:
 
 def _show(settings: Settings, out: Stream, result: dict[str, Any], lines: Sequence[str]) -> int:
     if settings.json:
-        from goinfer_chat.render import to_json
+        from goinfer_chat.view.render import to_json
 
         out.write(to_json({"date": datetime.datetime.now().astimezone().date().isoformat(), **result}))
     else:
@@ -192,8 +192,8 @@ def _show(settings: Settings, out: Stream, result: dict[str, Any], lines: Sequen
 
 
 def _model_file(settings: Settings, side: Stream) -> Path:
-    from goinfer_chat import catalogue
     from goinfer_chat.loading import fetch_model
+    from goinfer_chat.models import catalogue
 
     return catalogue.resolve(settings.model) or fetch_model(settings.model, side)
 

@@ -11,7 +11,7 @@ from prompt_toolkit.document import Document
 
 from goinfer_chat.agent import Agent
 from goinfer_chat.attachments import matching_files
-from goinfer_chat.commands import COMMANDS
+from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.terminal import sanitize
 
 _MENTION: Final = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^\s"#]*))\Z')

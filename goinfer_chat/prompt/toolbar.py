@@ -9,10 +9,10 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.utils import get_cwidth
 
 from goinfer_chat.agent import Agent
-from goinfer_chat.cells import cut
-from goinfer_chat.conversation_commands import called
 from goinfer_chat.settings import BY_FLAG, Settings
+from goinfer_chat.slash.conversation import called
 from goinfer_chat.terminal import sanitize
+from goinfer_chat.view.cells import cut
 
 MIN_ROWS: Final = 10
 """A lower terminal needs its rows for the words."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 import platformdirs
 
 from engine.errors import UsageError
-from goinfer_chat.fetch import make_folder
+from goinfer_chat.models.fetch import make_folder
 from goinfer_chat.store.database import damaged
 from goinfer_chat.store.names import is_id
 from goinfer_chat.store.records import StoreError

@@ -1,0 +1,1 @@
+"""Calls of tools: approval, the loop of calls and results, what is told of it."""

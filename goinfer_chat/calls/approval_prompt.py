@@ -1,0 +1,107 @@
+"""A person is asked about a call, on the terminal and in one line; what would change is shown before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from typing import Any, Final
+
+from engine.errors import GoinferError
+from goinfer_chat.calls.approval_rules import Rule
+from goinfer_chat.calls.events import Answer, ApprovalAsked, RepeatAsked
+from goinfer_chat.editor import edited
+from goinfer_chat.terminal import QuietTerminal, Stream, true_text
+from goinfer_chat.view.tool_lines import call_line, diff_lines
+from tools.errors import ToolError
+from tools.validation import check_arguments, parse_arguments
+
+_STOP: Final = Answer(allowed=False, stop=True)
+
+
+class PersonAsker:
+    """Asks on one terminal, from the thread that has it."""
+
+    def __init__(self, screen: Stream, terminal: QuietTerminal) -> None:
+        self._screen = screen
+        self._terminal = terminal
+
+    def __call__(self, event: ApprovalAsked | RepeatAsked) -> Answer:
+        """Ctrl-C and Ctrl-D refuse, and end the turn."""
+        try:
+            return self._repeat(event) if isinstance(event, RepeatAsked) else self._approval(event)
+        except (KeyboardInterrupt, EOFError):
+            return _STOP
+
+    def _repeat(self, event: RepeatAsked) -> Answer:
+        self._screen.line(f"{event.call.name} was called {event.times} times with the same result.")
+        return Answer(allowed=self._line("go on? yes / no: ").lower() in ("y", "yes"), stop=False)
+
+    def _approval(self, event: ApprovalAsked) -> Answer:
+        self._screen.line(call_line(event.tool.name, event.arguments))
+        if event.preview is None:
+            for key, value in event.arguments.items():
+                if isinstance(value, str) and len(value) > 60:  # the line above shows only its start
+                    self._screen.line(f"{key}:\n{value}")
+        else:
+            for line in diff_lines(event.preview):
+                self._screen.line(line)
+        prefix = f" / prefix (always {event.prefix!r})" if event.prefix else ""
+        question = f"{event.tool.name} {event.tool.risk}: yes / no / always{prefix} / edit: "
+        while True:
+            word, _, rest = self._line(question).partition(" ")
+            match word.lower():
+                case "y" | "yes":
+                    return Answer(allowed=True)
+                case "n" | "no":
+                    return Answer(allowed=False, reason=rest.strip() or self._line("why? (for the model) "))
+                case "a" | "always":
+                    return self._always(Rule(event.tool.name))
+                case "p" | "prefix" if event.prefix:
+                    return self._always(Rule.parse(f"{event.tool.name}:{event.prefix}"))
+                case "e" | "edit":
+                    with suppress(GoinferError, ToolError):
+                        if (arguments := self._edited(event)) is not None:
+                            return Answer(allowed=True, arguments=arguments)
+
+    def _always(self, rule: Rule) -> Answer:
+        self._screen.line(f"allowed in this folder from here on: {rule}; /approvals lists and clears", dim=True)
+        return Answer(allowed=True, always=rule)
+
+    def _edited(self, event: ApprovalAsked) -> dict[str, Any] | None:
+        """The arguments as a person changed them; None, and a line why, where they do not fit."""
+        try:
+            with self._terminal.lent():
+                text = edited(json.dumps(dict(event.arguments), indent=2, ensure_ascii=False))
+            arguments = parse_arguments(text)
+            check_arguments(event.tool.parameters, arguments)
+        except (GoinferError, ToolError) as error:
+            self._screen.line(f"error: {error}")
+            return None
+        return arguments
+
+    def _line(self, question: str) -> str:
+        """What is typed from here on; what was typed before the question was no answer to it."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import create_app_session
+        from prompt_toolkit.output.plain_text import PlainTextOutput
+
+        from goinfer_chat.prompt.screen import Screen
+
+        assert self._screen.file is not None
+        self._screen.clear_status()
+        self._screen.end_line()
+        _forget_typing()
+        if self._screen.moves:
+            session = PromptSession[str](output=Screen.on(self._screen.file, colour=self._screen.colour))
+            return true_text(session.prompt(question)).strip()
+        with create_app_session(output=PlainTextOutput(self._screen.file)):
+            return true_text(PromptSession[str]().prompt(question)).strip()
+
+
+def _forget_typing() -> None:
+    if sys.platform != "win32":
+        import termios
+
+        with suppress(termios.error, ValueError, OSError):
+            termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)

@@ -1,0 +1,51 @@
+"""`goinfer-chat models` and `goinfer-chat pull`."""
+
+from __future__ import annotations
+
+import time
+
+from engine import giw_file
+from goinfer_chat.loading import fetch_model
+from goinfer_chat.models import catalogue
+from goinfer_chat.models.fetch import size
+from goinfer_chat.terminal import Stream, sanitize
+
+
+def show_models(out: Stream) -> int:
+    """A table of what is here and what can be had. Returns the exit code."""
+    rows = [("name", "size", "where", "licence", "what it is")]
+    for model in catalogue.list_models():
+        where = "here" if model.path else "can be pulled"
+        rows.append((model.name, size(model.num_bytes), where, model.licence or "see its page", model.about))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    kept = giw_file.list_kept()
+    if kept:
+        total, cap = sum(k.num_bytes for k in kept), giw_file.cap_bytes()
+        out.line(f"\nweights laid out for this CPU: {size(total)} of at most {size(cap)}, in {giw_file.folder()}")
+        for k in kept:
+            day = time.strftime("%Y-%m-%d", time.localtime(k.used_at))
+            out.line(f"  {sanitize(k.name, terminal=out.terminal)}  {size(k.num_bytes)}  last used {day}")
+    return 0
+
+
+def show_supported(out: Stream) -> int:
+    """What kinds of models run, out of the engine's own tables. Returns the exit code."""
+    from engine.arch import ARCHITECTURES
+    from engine.kernels.formats import FORMATS
+
+    out.line("architecture (general.architecture)  special about it")
+    for spec in ARCHITECTURES.values():
+        out.line(f"{spec.name:<37}{', '.join(spec.traits) or 'nothing'}")
+    out.line(f"\ntensor types  {' '.join(kind.name for kind in FORMATS)}")
+    out.line("K and V       f16 f32 q8_0")
+    out.line("all of them   reuse of what is cached, undo, forks, kept caches, speculation; tools and thinking are the")
+    out.line("              chat template's")
+    return 0
+
+
+def pull_model(model: str, out: Stream, side: Stream) -> int:
+    """Fetch a model and print the path of its file. Returns the exit code; raises what catalogue.pull raises."""
+    out.line(str(fetch_model(model, side)))
+    return 0

@@ -1,0 +1,1 @@
+"""Slash commands: the registry, and the commands by what they are about."""

@@ -1,0 +1,263 @@
+"""Slash commands about conversations: which one goes on, what is said in it again, what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from engine.errors import GoinferError, UsageError
+from goinfer_chat.agent import Agent
+from goinfer_chat.listing import HEADINGS, SHORT, cells_of, counted, excerpt, hit_lines, name_of, when
+from goinfer_chat.slash.registry import Command, Outcome
+from goinfer_chat.terminal import sanitize, true_text
+from goinfer_chat.values import parse_int
+from tools import TakenBack
+
+LIST_LENGTH: Final = 20
+NUM_RECENT: Final = 3
+"""How many conversations a start shows."""
+
+
+# -- what is said about the conversation that goes on ------------------------------------------------------------------
+
+
+def called(agent: Agent) -> str:
+    """Its name, and whether it is kept."""
+    kept = agent.conversations.is_kept
+    if agent.live is None:
+        return "new" if kept else "new; it is not kept"
+    return (agent.live.info.name or "not named yet") if kept else "not kept; /rename NAME keeps it"
+
+
+def cost(agent: Agent) -> str:
+    """The end of a sentence, where the next turn has to read again what was said; else nothing."""
+    num_tokens = agent.tokens_to_read()
+    return f" The next turn reads {counted(num_tokens, 'token')} again." if num_tokens else ""
+
+
+def resumed(agent: Agent, *, with_words: bool = True) -> str:
+    """Where the conversation stands that now goes on; for a person, also what was said last."""
+    assert agent.live is not None
+    info, path = agent.live.info, agent.live.path()
+    lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}.{cost(agent)}"]
+    if info.model is not None and info.model.identity != agent.model.identity:
+        lines.append(f"The model of its last turn was {info.model.name}.")
+    for stored in path[-2:] if with_words else ():
+        text = excerpt(stored.message.content)
+        lines.append(f"> {text}" if stored.message.role == "user" else text)
+    for stored in agent.live.recovered[-1:]:
+        if stored.message.role == "user":
+            lines.append(f"This got no answer: {excerpt(stored.message.content, 1)}\n/retry asks it again.")
+        else:
+            lines.append("The program ended in this reply; /retry asks again.")
+    return "\n".join(lines)
+
+
+def recent(agent: Agent) -> list[str]:
+    """A line for each of the conversations used last, and one that says how to go on with them. Raises StoreError."""
+    conversations = agent.conversations.recent(NUM_RECENT) if agent.conversations.keep else []
+    lines = [
+        f"{name_of(conversation)} | {counted(conversation.num_messages, 'message')} | {when(conversation.updated)}"
+        for conversation in conversations
+    ]
+    return [*lines, "/resume NAME goes on with one, --continue with the first; /sessions lists all"] if lines else []
+
+
+# -- which one goes on -------------------------------------------------------------------------------------------------
+
+
+def _new(agent: Agent, _argument: str) -> Outcome:
+    parts = ["A new conversation."]
+    if agent.live is not None:
+        name = agent.live.info.name if agent.conversations.is_kept else None
+        parts.append(f"{name} is kept." if name else "The last one is gone.")
+    agent.new()
+    if agent.settings.system is not None:
+        parts.append("The system prompt stays.")
+    return Outcome(" ".join(parts))
+
+
+def _sessions(agent: Agent, argument: str) -> Outcome:
+    limit = parse_int(argument) if argument else LIST_LENGTH
+    if limit < 1:
+        raise UsageError(f"the number of conversations must be 1 or more, not {limit}")
+    conversations = agent.conversations.recent(limit + 1)
+    if not conversations:
+        return Outcome("No conversations are kept.")
+    present = agent.live.id if agent.live else None
+    rows: list[tuple[str, ...]] = [("", *HEADINGS[:SHORT])]
+    for conversation in conversations[:limit]:
+        cells = cells_of(agent.conversations.store, conversation)
+        rows.append(("*" if conversation.id == present else "", *cells[:SHORT]))
+    return Outcome("/sessions N shows more" if len(conversations) > limit else "", table=rows)
+
+
+def _resume(agent: Agent, argument: str) -> Outcome:
+    agent.resume(argument or None)
+    return Outcome(resumed(agent))
+
+
+def _rename(agent: Agent, argument: str) -> Outcome:
+    if not argument:
+        raise UsageError("/rename needs the new name")
+    return Outcome(f"This conversation is called {agent.rename(argument)}.")
+
+
+def _fork(agent: Agent, argument: str) -> Outcome:
+    fork = agent.fork(argument or None)
+    problem = f"\n{fork.kv_problem}" if fork.kv_problem else ""
+    return Outcome(f"Going on with a copy, {name_of(fork.conversation)}.{cost(agent)}{problem}")
+
+
+def _delete(agent: Agent, argument: str) -> Outcome:
+    if not argument:
+        present = agent.live.info.name if agent.live and agent.conversations.is_kept else None
+        raise UsageError("/delete needs a name" + (f"; this conversation is called {present}" if present else ""))
+    name, complete = agent.delete(argument)
+    traces = "" if complete else " The last traces on the disk go when the other goinfer-chat ends that is reading."
+    return Outcome(f"Deleted {name}.{traces}")
+
+
+# -- what is said again ------------------------------------------------------------------------------------------------
+
+
+def _undo(agent: Agent, argument: str) -> Outcome:
+    left, files = agent.undo(parse_int(argument) if argument else 1)
+    assert agent.live is not None
+    remaining = counted(len(agent.live.path()), "message")
+    lines = [f"Back before: {excerpt(left[0].message.content, 1)}", f"The conversation has {remaining}."]
+    return Outcome("\n".join([*lines, *undone_lines(files)]))
+
+
+def undone_lines(files: Sequence[TakenBack]) -> list[str]:
+    """What became of the files that tools had changed."""
+    back = [file.path for file in files if file.problem is None]
+    lines = [f"Taken back: {', '.join(back)}"] if back else []
+    return lines + [f"Not taken back: {file.path}: {file.problem}" for file in files if file.problem is not None]
+
+
+def _retry(agent: Agent, _argument: str) -> Outcome:
+    return Outcome(ask=agent.retry())
+
+
+def _edit(agent: Agent, argument: str) -> Outcome:
+    return Outcome(ask=agent.edit(argument)) if argument else Outcome(edit=agent.edit())
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _search(agent: Agent, argument: str) -> Outcome:
+    hits = agent.conversations.store.search(argument, limit=LIST_LENGTH)
+    return Outcome("\n".join(line for hit in hits for line in hit_lines(hit)) or "Nothing was found.")
+
+
+def _export(agent: Agent, argument: str) -> Outcome:
+    from goinfer_chat.store.exports import to_json, to_markdown
+    from goinfer_chat.store.folder import write_private
+
+    if not argument:
+        raise UsageError("/export needs a file; one that ends in .json can be imported again, others are Markdown")
+    if agent.live is None or not agent.live.path():
+        raise UsageError("nothing has been said yet")
+    file = Path(argument).expanduser()
+    if file.suffix == ".json":
+        text = to_json(agent.live.info, agent.live.tree())
+    else:
+        text = sanitize(to_markdown(agent.live.info, agent.live.path()), terminal=False)
+    try:
+        write_private(file, iter([text.encode()]), replace=False)
+    except FileExistsError:
+        raise UsageError(f"{true_text(str(file))} is there already; choose another name") from None
+    except OSError as error:
+        raise UsageError(f"{true_text(str(file))} cannot be written: {error.strerror or error}") from None
+    return Outcome(f"Written to {true_text(str(file))}.")
+
+
+def _names(agent: Agent) -> Sequence[str]:
+    with suppress(GoinferError):
+        return [name_of(conversation) for conversation in agent.conversations.recent(100)]
+    return ()
+
+
+_CONVERSATIONS: Final = "conversations"
+_AGAIN: Final = "asking again"
+
+CONVERSATION_COMMANDS: Final = (
+    Command(
+        name="new",
+        topic="conversations",
+        help="Begin a new conversation; a kept one stays.",
+        run=_new,
+        aliases=("reset",),
+    ),
+    Command(
+        name="sessions",
+        arguments="[N]",
+        topic="conversations",
+        help="List the kept conversations, the one used last first.",
+        run=_sessions,
+    ),
+    Command(
+        name="resume",
+        arguments="[NAME]",
+        topic="conversations",
+        help="Go on with a kept conversation; without a name, with the one used last.",
+        run=_resume,
+        complete=_names,
+    ),
+    Command(
+        name="rename",
+        arguments="NAME",
+        topic="conversations",
+        help="Call this conversation NAME, and keep it.",
+        run=_rename,
+    ),
+    Command(
+        name="fork",
+        arguments="[NAME]",
+        topic="conversations",
+        help="Go on with a copy of this conversation.",
+        run=_fork,
+    ),
+    Command(
+        name="undo",
+        arguments="[N]",
+        topic="asking again",
+        help="Go back before the last question, or before the N last.",
+        run=_undo,
+    ),
+    Command(name="retry", topic=_AGAIN, help="Ask the last question again.", run=_retry),
+    Command(
+        name="edit",
+        arguments="[TEXT]",
+        topic="asking again",
+        help="Ask TEXT in place of the last question; without TEXT, change it in $EDITOR.",
+        run=_edit,
+    ),
+    Command(
+        name="delete",
+        arguments="NAME",
+        topic="conversations",
+        help="Delete a conversation and its cache; nothing is left of it.",
+        run=_delete,
+        complete=_names,
+    ),
+    Command(
+        name="search",
+        arguments="WORDS",
+        topic="conversations",
+        help="Find messages that hold all the words.",
+        run=_search,
+    ),
+    Command(
+        name="export",
+        arguments="FILE",
+        takes_file=True,
+        topic="conversations",
+        help="Write this conversation to FILE: as JSON if it ends in .json, else as Markdown.",
+        run=_export,
+    ),
+)

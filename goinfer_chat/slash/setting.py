@@ -1,0 +1,162 @@
+"""Slash commands about settings: show them, change them, keep them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from engine.api import ModelInfo
+from engine.errors import UsageError
+from goinfer_chat.agent import Agent
+from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings
+from goinfer_chat.slash.conversation import called, cost
+from goinfer_chat.slash.registry import Command, Outcome
+from goinfer_chat.terminal import true_text
+from goinfer_chat.values import did_you_mean, shown
+
+_IN_CHAT: Final = tuple(setting for setting in SETTINGS if setting.in_chat)
+
+_REMEMBERED: Final = ("panel",)
+"""Kept from start to start without being saved."""
+
+
+def _value(agent: Agent, setting: Setting) -> str:
+    return shown(agent.settings.value(setting.name))
+
+
+def _change(agent: Agent, setting: Setting, text: str) -> None:
+    agent.settings = agent.settings.changed({setting.name: setting.parse(text)})
+
+
+# -- one at a time -----------------------------------------------------------------------------------------------------
+
+
+def _set(agent: Agent, argument: str) -> Outcome:
+    if not argument:
+        return Outcome(rows=[(setting.flag, _value(agent, setting)) for setting in _IN_CHAT])
+    name, _, text = argument.partition(" ")
+    setting = _settable(name.lstrip("-/").replace("_", "-").lower())
+    if setting.flag == "system":
+        return _system(agent, text.strip())
+    if text.strip():
+        _change(agent, setting, text.strip())
+    return Outcome(f"{setting.flag} {_value(agent, setting)}")
+
+
+def _settable(name: str) -> Setting:
+    """Raises UsageError that suggests a near one."""
+    setting = BY_FLAG.get(name)
+    if setting is None:
+        known = [setting.flag for setting in _IN_CHAT]
+        raise UsageError(f"there is no setting {true_text(name)}{did_you_mean(name, known) or '; /set lists them'}")
+    if not setting.in_chat and name != "system":
+        raise UsageError(f"{name} cannot be changed in a chat; start with --{name}")
+    return setting
+
+
+def _setting(setting: Setting) -> Command:
+    def run(agent: Agent, argument: str) -> Outcome:
+        if argument:
+            _change(agent, setting, argument)
+        elif setting.toggles:
+            _change(agent, setting, "off" if agent.settings.value(setting.name) else "on")
+        return Outcome(f"{setting.flag} {_value(agent, setting)}")
+
+    return Command(
+        name=setting.flag,
+        arguments=f"[{setting.argument}]" if not setting.switch else "[on|off]",
+        help=setting.help,
+        topic=setting.topic,
+        run=run,
+        complete=lambda agent: setting.choices or (("on", "off") if setting.switch else (_value(agent, setting),)),
+    )
+
+
+def _system(agent: Agent, argument: str) -> Outcome:
+    if argument:
+        agent.set_system(None if argument == "none" else argument)
+    system = agent.settings.system
+    text = "There is no system prompt." if system is None else f"System prompt: {system}"
+    return Outcome(text + cost(agent))
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def _params(agent: Agent, _argument: str) -> Outcome:
+    info = agent.engine.info
+    used = (agent.live.info.context_tokens if agent.live else None) or 0
+    rows = [(setting.flag, _value(agent, setting)) for setting in _IN_CHAT]
+    rows += [
+        ("system", agent.settings.system or "none"),
+        ("model", info.name + (_facts(info) if info.num_parameters else "")),
+        ("context", f"{used:,} of {info.context_size:,} tokens used" if info.context_size else f"{used:,} tokens used"),
+        *([("cache", _cache(info, used))] if info.kv_bytes_per_token else []),
+        ("conversation", called(agent)),
+        ("engine", f"{info.backend}, {info.kernels}" + (f", {info.threads} threads" if info.threads else "")),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return Outcome("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def _facts(info: ModelInfo) -> str:
+    return f" ({info.architecture}, {info.quantization}, {info.num_parameters:,} parameters)"
+
+
+def _cache(info: ModelInfo, used: int) -> str:
+    """What the K/V of a position take, those of this conversation, and those of a full context."""
+    each = info.kv_bytes_per_token
+    kv_type = f"{info.kv_type}, " if info.kv_type else ""
+    return f"{kv_type}{each:,} bytes a token, {used * each:,} in all, {info.context_size * each:,} when full"
+
+
+def _save(agent: Agent, argument: str) -> Outcome:
+    from goinfer_chat.settings_file import has_profile, read_settings_file, save_settings, settings_path
+
+    settings = agent.settings
+    profile = argument or settings.profile
+    path = settings_path(settings.config)
+    if path is None:
+        raise UsageError("there is no place for a settings file; start with --config FILE")
+    there = path.exists()
+    is_new = profile is not None and not (there and has_profile(settings.config, profile))
+    saved = Settings().changed(read_settings_file(settings.config, None if is_new else profile) if there else {})
+    changed: dict[str, Any] = {
+        setting.flag: settings.value(setting.name)
+        for setting in _IN_CHAT
+        if setting.flag not in _REMEMBERED and settings.value(setting.name) != saved.value(setting.name)
+    }
+    where = true_text(str(path))
+    under = f" under [profile.{profile}]" if profile else ""
+    if not changed and not is_new:
+        return Outcome(f"{where} has all of them already{under}.")
+    save_settings(path, changed, profile)
+    return Outcome(f"Written to {where}{under}: {', '.join(changed) or 'nothing that differs from the keys above it'}.")
+
+
+def setting_commands() -> list[Command]:
+    return [
+        Command(
+            name="set",
+            arguments="[NAME [VALUE]]",
+            help="Show or change a setting; without a name, show all that a chat can change.",
+            topic="settings",
+            run=_set,
+            complete=lambda _agent: [setting.flag for setting in _IN_CHAT] + ["system"],
+        ),
+        Command(
+            name="save-settings",
+            arguments="[PROFILE]",
+            help="Write what this chat changed to the settings file, or to a profile of it.",
+            topic="settings",
+            run=_save,
+        ),
+        Command(
+            name="system",
+            arguments="[TEXT | none]",
+            help="Show or change the system prompt; the words so far are read again under it.",
+            topic="settings",
+            run=_system,
+        ),
+        Command(name="params", help="Show every setting, the model and the context.", topic="settings", run=_params),
+        *(_setting(setting) for setting in _IN_CHAT),
+    ]
