@@ -143,6 +143,7 @@ def test_a_schema_is_asked_for_and_a_reply_that_breaks_it_is_told() -> None:
     ("options", "message"),
     [
         ({"speculation": "ngram"}, "how a server guesses ahead is chosen where it is started"),
+        ({"think_tokens": 9}, "does not take a budget of reasoning"),
         ({"top_logprobs": 3}, "log probabilities are not asked of servers"),
         ({"sampling": SamplingParams(penalty_window=9)}, "does not take --penalty-window"),
     ],

@@ -11,9 +11,15 @@ import anthropic
 import openai
 import pytest
 from http_server import Running, running_server
+from scripted_engine import ScriptedEngine, ScriptedTurn
 from tiny_models import write_tiny_model
 
 from engine.api import Message, Request, SamplingParams
+from goinfer_chat.server.admission import Admission
+from goinfer_chat.server.errors import ApiError
+from goinfer_chat.server.fields import Fields
+from goinfer_chat.server.messages import read_anthropic
+from goinfer_chat.server.served import Models, Served
 
 TOOL = {
     "type": "function",
@@ -393,3 +399,14 @@ def test_the_path_of_the_model_and_tracebacks_stay_inside(server: Running, monke
 def test_a_model_path_never_shows(server: Running, tmp_path: Path) -> None:
     for path in ("/v1/models", "/metrics", "/health"):
         assert b".gguf" not in server.ask(path).body
+
+
+def test_a_budget_of_reasoning_reaches_the_engine_or_is_refused() -> None:
+    models = Models([Served(name="m", engine=ScriptedEngine([ScriptedTurn(pieces=["x"])]), admission=Admission(1, 1))])
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    (request,) = read_anthropic(Fields({**body, "thinking": thinking}), models).requests
+    assert (request.think_tokens, request.template_kwargs["enable_thinking"]) == (1024, True)
+    for wrong in (0, -1, "many"):
+        with pytest.raises(ApiError, match="budget_tokens"):
+            read_anthropic(Fields({**body, "thinking": {**thinking, "budget_tokens": wrong}}), models)

@@ -282,6 +282,8 @@ def _check(request: Request) -> None:
         raise UsageError("a server takes messages, not token ids")
     if request.speculation is not None:
         raise UsageError("how a server guesses ahead is chosen where it is started; leave --spec out")
+    if request.think_tokens is not None:
+        raise UsageError("a server does not take a budget of reasoning; leave --think-tokens out")
     if request.top_logprobs is not None:
         raise UsageError("log probabilities are not asked of servers")
     if request.sampling.penalty_window != defaults.penalty_window:

@@ -70,10 +70,11 @@ def _request(body: Fields, model: Served, *, max_tokens: int | None = None, stop
     if output is not None:
         schema = read_schema(output.fields("format"))
         output.refuse_others()
-    thinking = body.fields("thinking")
+    thinking, budget = body.fields("thinking"), None
     if thinking is not None:
         on = thinking.choice("type", "enabled", "disabled", "adaptive")
-        thinking.labels("budget_tokens", "display")
+        budget = thinking.integer("budget_tokens", 1, 10**9)
+        thinking.labels("display")
         thinking.refuse_others()
         kwargs.setdefault("enable_thinking", on != "disabled")
     return made(
@@ -87,6 +88,7 @@ def _request(body: Fields, model: Served, *, max_tokens: int | None = None, stop
             max_tokens=max_tokens,
             stop=stop,
             template_kwargs=kwargs,
+            think_tokens=budget,
             speculation=read_speculation(body, model.speculation),
         )
     )
