@@ -47,6 +47,9 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
+_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+
+
 def checked_schema(schema: Mapping[str, Any] | bool, what: str) -> dict[str, Any]:
     """The schema as plain JSON that a grammar can be made of; `what` names it in errors: "the schema of tool 'f'".
 
@@ -144,10 +147,26 @@ def _check_node(node: dict[str, Any], where: str, what: str) -> None:
         del node["format"]
     if node.get("format", "date") not in _FORMATS:
         raise refuse(f'"format" {_shown(node["format"])} is not supported; there is: {", ".join(sorted(_FORMATS))}')
+    unknown = next((name for name in _types(node) if name not in _TYPES), None)
+    if unknown is not None:
+        raise refuse(f'"type" {_shown(unknown)} is unknown; there is: {", ".join(_TYPES)}')
+    for pattern in (*([node["pattern"]] if "pattern" in node else ()), *node.get("patternProperties", ())):
+        problem = _problem_of_pattern(pattern)
+        if problem:
+            raise refuse(f'"pattern" {_shown(pattern)} cannot be followed: {problem}')
     _check_texts(node, refuse)
     # Keys that a schema does not name may come twice, and count once then.
     if node.get("minProperties", 0) > max(1, len(node.get("required", ()))):
         raise refuse('"minProperties" is supported up to the number of required properties')
+
+
+def _problem_of_pattern(pattern: str) -> str:
+    """Why a regular expression cannot be followed; "" if it can."""
+    from llguidance import LLMatcher
+
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    said: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+    return said.strip().splitlines()[-1].removeprefix("error: ") if said.strip() else ""
 
 
 def _check_texts(node: dict[str, Any], refuse: Any) -> None:

@@ -231,8 +231,13 @@ def nested(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "string", "pattern": "(unclosed"}, "unclosed group"),
+        (
+            {"properties": {"a": {"type": "string", "pattern": "(unclosed"}}},
+            r'"pattern" "\(unclosed" cannot be followed: unclosed group \(at /properties/a\)',
+        ),
         ({"type": "string", "pattern": "^(?=a)b$"}, "look-around"),
+        ({"patternProperties": {"^(?=a)b$": {"type": "integer"}}}, "look-around"),
+        ({"type": ["string", "nul"]}, '"type" "nul" is unknown; there is: string, number'),
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"$ref": "https://example.org/x.json"}, "outside of the schema"),
         ({"$ref": "#"}, "nothing is valid"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 import pytest
 
 from tools import Registry, Root, Tool, ToolContext, ToolResult, ToolSetupError, tool
+from tools.tool import result_of
 
 
 class Colour(enum.Enum):
@@ -265,3 +266,8 @@ def test_a_wrong_name_risk_or_schema_is_an_error(values: dict[str, Any]) -> None
     right = {"name": "a", "description": "", "parameters": {}, "risk": "reads", "run": lambda a, c: None}
     with pytest.raises(ToolSetupError):
         Tool(**(right | values))
+
+
+def test_a_result_that_json_has_no_word_for_is_its_text() -> None:
+    assert result_of({"a": 1.5}) == ToolResult("ok", '{"a": 1.5}')
+    assert result_of({"a": float("nan")}) == ToolResult("ok", "{'a': nan}")

@@ -177,7 +177,12 @@ def result_of(value: Any) -> ToolResult:
         return value
     if isinstance(value, str):
         return ToolResult("ok", value)
-    return ToolResult("ok", "done" if value is None else json.dumps(value, default=_as_json, ensure_ascii=False))
+    if value is None:
+        return ToolResult("ok", "done")
+    try:
+        return ToolResult("ok", json.dumps(value, default=_as_json, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # a float that JSON has no word for, or a value within itself
+        return ToolResult("ok", str(value))
 
 
 def _as_json(value: Any) -> Any:
