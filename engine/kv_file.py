@@ -418,7 +418,10 @@ class KVFile:
 
         Raises OSError. What others write meanwhile is not known; then the write itself fails.
         """
-        usage = shutil.disk_usage(self.path.parent)
+        try:
+            usage = shutil.disk_usage(self.path.parent)
+        except OSError:  # such as a folder that is gone: the write says it better
+            return
         reserve = min(RESERVE_BYTES, usage.total // 8)
         needed = num_positions * self.identity.layout.block_bytes // BLOCK_SIZE
         if num_positions and usage.free < needed + reserve:
