@@ -155,6 +155,8 @@ class BlockTable:
 
     def append(self, ids: Sequence[int]) -> None:
         """Record positions the model has just written into the reserved room."""
+        if not ids:  # nothing was written, so nothing had to be reserved
+            return
         first, length = len(self.ids) // BLOCK_SIZE, len(self.ids) + len(ids)
         touched = self.blocks[first : blocks_for(length)]
         assert blocks_for(length) <= len(self.blocks), "append without reserve"

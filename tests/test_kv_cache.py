@@ -225,3 +225,12 @@ def test_a_large_pool_commits_only_what_is_written() -> None:
 def test_address_space_that_cannot_be_had_is_an_out_of_memory_error() -> None:
     with pytest.raises(OutOfMemoryError, match="MiB of address space"):
         KVPool(2**40, 2**14)
+
+
+def test_appending_nothing_asks_for_no_room_of_its_own() -> None:
+    pool = KVPool(64, 4)
+    table = BlockTable(pool)
+    write(pool, table, [7])
+    fork = table.fork()
+    fork.append([])
+    assert (fork.ids, fork.blocks) == (table.ids, table.blocks)
