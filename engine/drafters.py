@@ -58,10 +58,10 @@ class Drafter(Protocol):
     seconds: float
     """What the last guesses took beyond looking something up."""
 
-    def guess(self, ids: Sequence[int], limit: int, *, free: bool) -> list[Guess]:
-        """At most `limit` tokens that may follow `ids`, the whole conversation; `free`: only what costs nothing.
+    def guess(self, ids: Sequence[int], limit: int, *, worth_seconds: float) -> list[Guess]:
+        """At most `limit` tokens that may follow `ids`, the whole conversation; within a reply it only grows.
 
-        Within a reply `ids` only grows.
+        `worth_seconds`: what a right guess saves. 0: only what costs nothing.
         """
         ...
 
@@ -84,7 +84,7 @@ class NgramDrafter:
             self._begun = True
         return self._index.match()
 
-    def guess(self, ids: Sequence[int], limit: int, *, free: bool) -> list[Guess]:
+    def guess(self, ids: Sequence[int], limit: int, *, worth_seconds: float) -> list[Guess]:
         length = self.match(ids)
         return [Guess(token, match_kind(length + i)) for i, token in enumerate(self._index.guess(limit))]
 
@@ -98,25 +98,23 @@ class ModelDrafter:
         self, ngram: NgramDrafter, acceptance: Acceptance, model: DraftModel, conversation: str, pick: Pick
     ) -> None:
         self.seconds = 0.0
-        self.step_seconds = 0.0
-        """What a step of the large model takes that runs one row; 0 as long as that is not known."""
         self._ngram = ngram
         self._acceptance = acceptance
         self._model = model
         self._conversation = conversation
         self._pick = pick
 
-    def guess(self, ids: Sequence[int], limit: int, *, free: bool) -> list[Guess]:
+    def guess(self, ids: Sequence[int], limit: int, *, worth_seconds: float) -> list[Guess]:
         self.seconds = 0.0
-        if free or self._ngram.match(ids) >= self.LONG_MATCH:
-            return self._ngram.guess(ids, limit, free=True)
+        if not worth_seconds or self._ngram.match(ids) >= self.LONG_MATCH:
+            return self._ngram.guess(ids, limit, worth_seconds=0.0)
         started, reach = perf_counter(), 1.0
 
         def worth(confidence: int) -> bool:
             """Whether one more guess is likely enough to be looked at to pay for a step of the smaller model."""
             nonlocal reach
             reach *= self._acceptance.chance(len(MATCH_CHANCES) + confidence)
-            return reach * self.step_seconds > 1.2 * self._model.step_seconds
+            return reach * worth_seconds > 1.2 * self._model.step_seconds
 
         guesses = self._model.guess(self._conversation, ids, limit, self._pick, worth)
         self.seconds = perf_counter() - started

@@ -182,9 +182,8 @@ class Speculation:
         grammar lets through.
         """
         idle = limit < 1 or self._history.guard.pausing or self.costs.due(len(ids))
-        if isinstance(self._drafter, ModelDrafter):
-            self._drafter.step_seconds = self.costs.plain(1)
-        self._guesses = self._drafter.guess(ids, 1 if idle else limit, free=idle)
+        worth_seconds = 0.0 if idle else self.costs.plain(1)
+        self._guesses = self._drafter.guess(ids, 1 if idle else limit, worth_seconds=worth_seconds)
         count = 0 if idle else self._count(self._guesses, num_running)
         draft = [guess.token for guess in self._guesses[:count]]
         # What follows the end of a reply is never said.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, get_args
 
 import typer
 
@@ -21,13 +21,24 @@ from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_int
 
 if TYPE_CHECKING:
+    from engine.api import Engine
     from goinfer_chat.bench.agents import Load
+    from goinfer_chat.bench.asking import Progress
+    from goinfer_chat.bench.clients import ClientsRow
     from goinfer_chat.bench.peer_process import PeerChoice
+    from goinfer_chat.bench.traffic import WayRow
     from goinfer_chat.modes import EngineFactory
 
 _SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
 _SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "ctx"))
 _TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag in ("draft", "max-tokens"))
+
+
+class _HasObject(Protocol):
+    def as_object(self) -> dict[str, Any]: ...
+
+
+Row = TypeVar("Row", bound=_HasObject)
 
 PeerName = Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Measure this one in turn: llama.cpp.")]
 PeerPython = Annotated[
@@ -262,31 +273,42 @@ def _replay(settings: Settings, make_engine: EngineFactory, plan: ReplayPlan, pe
 
 
 def _traffic(settings: Settings, make_engine: EngineFactory, kind: str, spec: str, repeat: int) -> int:
-    from goinfer_chat.bench.machine import describe
     from goinfer_chat.bench.traffic import CHAT, COPY, MAX_TOKENS, copied_share, lines, measure, ways_of
 
-    out, side = _streams(settings)
-    modes = speculation_modes(spec)
-    machine = describe()
-    with closing(make_engine(settings, side)) as engine:
-        info = engine.info
-        rows = measure(
+    def rows(engine: Engine, modes: Sequence[SpeculationMode], progress: Progress) -> list[WayRow]:
+        return measure(
             COPY if kind == "copy" else CHAT,
             ways_of(engine, modes),
             engine.forget,
             max_tokens=settings.max_tokens or MAX_TOKENS,
             repeat=repeat,
-            progress=partial(_progress, side),
+            progress=progress,
             judge=copied_share if kind == "copy" else None,
         )
-    side.clear_status()
-    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "traffic": kind}
-    head = [f"{info.name}, {kind}", *machine.lines(info.threads), ""]
-    return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
+
+    return _ways(settings, make_engine, spec, rows, lines, {"traffic": kind}, kind)
 
 
 def _clients(settings: Settings, make_engine: EngineFactory, clients: int, spec: str, repeat: int) -> int:
     from goinfer_chat.bench.clients import MAX_TOKENS, lines, measure
+
+    def rows(engine: Engine, modes: Sequence[SpeculationMode], progress: Progress) -> list[ClientsRow]:
+        max_tokens = settings.max_tokens or MAX_TOKENS
+        return measure(engine, modes, clients, max_tokens=max_tokens, repeat=repeat, progress=progress)
+
+    return _ways(settings, make_engine, spec, rows, lines, {"clients": clients}, f"{clients} conversations")
+
+
+def _ways(
+    settings: Settings,
+    make_engine: EngineFactory,
+    spec: str,
+    measure: Callable[[Engine, Sequence[SpeculationMode], Progress], list[Row]],
+    lines: Callable[[Sequence[Row]], list[str]],
+    about: dict[str, Any],
+    title: str,
+) -> int:
+    """Plain decoding and another way, measured in turn and shown."""
     from goinfer_chat.bench.machine import describe
 
     out, side = _streams(settings)
@@ -294,17 +316,10 @@ def _clients(settings: Settings, make_engine: EngineFactory, clients: int, spec:
     machine = describe()
     with closing(make_engine(settings, side)) as engine:
         info = engine.info
-        rows = measure(
-            engine,
-            modes,
-            clients,
-            max_tokens=settings.max_tokens or MAX_TOKENS,
-            repeat=repeat,
-            progress=partial(_progress, side),
-        )
+        rows = measure(engine, modes, partial(_progress, side))
     side.clear_status()
-    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads, "clients": clients}
-    head = [f"{info.name}, {clients} conversations", *machine.lines(info.threads), ""]
+    about = {"model": info.name, "machine": machine.as_object(), "threads": info.threads} | about
+    head = [f"{info.name}, {title}", *machine.lines(info.threads), ""]
     return _show(settings, out, about | {"ways": [row.as_object() for row in rows]}, head + lines(rows))
 
 
