@@ -97,6 +97,26 @@ def test_several_models_have_names_and_a_restart_finds_the_conversation(tiny: Pa
         assert server.end(signal.SIGINT)[0] == 0
 
 
+def test_a_client_that_changes_models_gets_what_each_says_of_the_same_words(tiny: Path, tmp_path: Path) -> None:
+    """Nothing of the first model answers, and back with it only what still matches is used again."""
+    other = write_tiny_model(tmp_path / "other.gguf", "llama", context_size=2048, seed=7)
+    words: list[str] = []
+    with process("--model", f"one={tiny}", "--model", f"two={other}") as server:
+        seen = []
+        for number, model in enumerate(("one", "two", "one")):
+            body = {**asked(12, *words), "model": model}
+            seen.append((body, server.ask("/v1/chat/completions", body).json))
+            words += [seen[-1][1]["choices"][0]["message"]["content"].strip(), f"and then {number}"]
+        server.end()
+    assert seen[1][1]["usage"]["prefill_reused_tokens"] == 0
+    assert seen[2][1]["usage"]["prefill_reused_tokens"] > 0
+    for body, answer in seen:
+        with process("--model", f"{body['model']}={other if body['model'] == 'two' else tiny}") as alone:
+            said = alone.ask("/v1/chat/completions", body).json
+            alone.end()
+        assert said["choices"] == answer["choices"]
+
+
 def test_what_runs_when_it_is_asked_to_end_comes_to_its_end_or_is_saved(tiny: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny), "--session-dir", str(tmp_path), "--ctx", "8192")
     with process(*flags) as server, server.send("/v1/chat/completions", asked(8000, stream=True)) as connection:
