@@ -30,9 +30,9 @@ from engine.api import (
     TokenLogprobs,
     TurnStats,
 )
+from engine.buffers import MAX_WANTED
 from engine.errors import EngineError
 from engine.kv_cache import BlockTable
-from engine.model import MAX_WANTED
 from engine.reply_plan import THINK, ReplyPlan
 from engine.reply_text import ReplyText
 from engine.sampler import Sampler, log_probabilities

@@ -28,6 +28,7 @@ from engine.api import (
     ToolChoice,
 )
 from engine.arch import ModelConfig
+from engine.buffers import MAX_WANTED
 from engine.chat_template import ChatTemplate
 from engine.cpu import MAX_THREADS
 from engine.draft_model import DraftModel, check_vocabulary
@@ -40,7 +41,7 @@ from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
 from engine.kv_folder import prepare
 from engine.kv_layout import Identity
 from engine.memory import MemoryPlan, available_memory, plan_memory
-from engine.model import MAX_WANTED, Model
+from engine.model import Model
 from engine.reply_plan import plan_reply
 from engine.sampler import Sampler, log_probabilities
 from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler

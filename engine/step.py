@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.buffers import MAX_WANTED
 from engine.errors import EngineError
 from engine.generate import Generation, Rows
 from engine.kv_cache import BLOCK_SIZE, CacheFullError
-from engine.model import MAX_WANTED, Batch
+from engine.model import Batch
 from engine.sessions import Sessions
 from engine.speculate import StepTime
 

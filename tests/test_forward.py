@@ -24,13 +24,14 @@ from tiny_models import write_tiny_model
 
 from engine import model_twin
 from engine.api import KVType
+from engine.buffers import MAX_WANTED
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import open_gguf
 from engine.kernels import twins
 from engine.kernels.plan import QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
-from engine.model import MAX_WANTED, Batch, Model
+from engine.model import Batch, Model
 from engine.quant import TensorType
 
 ROOT = Path(__file__).parents[1]
@@ -383,7 +384,7 @@ def test_only_the_last_row_of_a_chunk_that_crosses_a_part_is_wanted(tiny: Callab
 def test_a_thread_that_falls_behind_does_nothing_to_the_next_step(tiny: Callable[[str], Path]) -> None:
     """It still has a finished step's number when the context already holds the rows of a larger one."""
     with running(tiny("llama"), threads=2) as runner:
-        model, buffers = runner.model, runner.model._buffers
+        model, buffers = runner.model, runner.model.buffers
         table = runner.table()
         runner.step((table, tokens(1)))
         expected = runner.step((table.fork(), tokens(64, seed=1)))

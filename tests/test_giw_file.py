@@ -92,7 +92,7 @@ def test_a_model_starts_from_its_kept_weights_with_the_same_bits(
     for _ in range(2):
         with open_gguf(path) as gguf:
             model = Model.load(gguf, threads=2, max_positions=128)
-            memories.append((bytes(model._weights.memory), model._weights.memory.flags.writeable))
+            memories.append((bytes(model.weights.memory), model.weights.memory.flags.writeable))
             model.close()
     assert [k.name for k in giw_file.list_kept()] == ["tiny"]
     assert memories[0][0] == memories[1][0]

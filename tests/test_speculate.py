@@ -22,13 +22,13 @@ from tiny_models import write_tiny_model
 
 from engine import generate, load
 from engine.api import Event, Finished, Reply, Request, SamplingParams, SpeculationMode, TextDelta
+from engine.buffers import MAX_WANTED
 from engine.drafters import Guess
 from engine.errors import EngineError, UsageError
 from engine.generate import Generation
 from engine.kv_cache import KVPool
 from engine.kv_layout import Identity
 from engine.local import LocalEngine
-from engine.model import MAX_WANTED
 from engine.sessions import Sessions
 from engine.speculate import Guard, History, Speculation, Speculator, StepCosts
 from engine.step import step

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from engine.buffers import MAX_WANTED
 from engine.errors import UsageError
-from engine.model import MAX_WANTED
 from goinfer_chat.bench.machine import Machine, Probe, describe
 from goinfer_chat.bench.peer_process import Peer, PeerChoice
 from goinfer_chat.bench.report import Summary, table

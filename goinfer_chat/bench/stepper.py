@@ -11,12 +11,13 @@ from pathlib import Path
 from time import perf_counter
 
 from engine.arch import ModelConfig
+from engine.buffers import MAX_WANTED
 from engine.errors import UsageError
 from engine.generate import Rows
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BlockTable, KVPool
 from engine.memory import available_memory, plan_memory
-from engine.model import MAX_WANTED, Model
+from engine.model import Model
 from engine.sessions import common_start
 from engine.step import MAX_ROWS, PrefillPace, to_batch
 from goinfer_chat.bench.work import Work

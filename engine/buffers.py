@@ -1,0 +1,47 @@
+"""The memory that a forward step works in."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.arch import ModelConfig
+from engine.kernels.attention import BLOCK, PART, STATE
+from engine.kernels.plan import GATED_ROWS, QUERY_TILE, SPLIT_ROWS
+from engine.weights import zeroed
+
+MAX_WANTED = 64
+"""Rows of logits one step can return."""
+LINE = 64
+"""Bytes of a cache line."""
+
+
+class Buffers:
+    """The memory a step works in. Compiled code holds its addresses, so it must not be replaced."""
+
+    def __init__(self, c: ModelConfig, rows: int, max_positions: int, threads: int) -> None:
+        self.num_parts = max_positions // PART + 1
+        state = STATE + c.head_dim
+
+        def floats(*shape: int) -> NDArray[np.float32]:
+            return zeroed(4 * math.prod(shape)).view(np.float32).reshape(shape)
+
+        def line(n: int) -> int:
+            return -(-n // 16) * 16
+
+        self.ids, self.positions, self.table_rows, self.wanted = (np.zeros(rows, np.int32) for _ in range(4))
+        self.x = floats(rows, line(c.hidden_size))
+        self.qkv = floats(rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+        self.attention = floats(rows, c.num_heads * c.head_dim)
+        self.branch = floats(rows, line(c.hidden_size)) if c.arch.post_norms else self.x
+        self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
+        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * c.head_dim) + 16 * QUERY_TILE
+        gated = GATED_ROWS * 2 * 256 * 4
+        self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
+        self.logits = floats(MAX_WANTED, line(c.vocab_size))
+        self.generation = zeroed(LINE).view(np.int64)
+        self.counters = zeroed(LINE * (16 + 14 * c.num_layers)).view(np.int64)
+        numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
+        self.constants = np.array(numbers, np.float32)

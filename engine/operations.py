@@ -1,0 +1,202 @@
+"""From an architecture to the operations of its forward step (`kernels/program.py` says what each does)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.buffers import LINE
+from engine.gguf_file import GGUFFile
+from engine.kernels.dot import ActivationLayout, layout_for
+from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Op
+from engine.matrices import LayerMatrices
+from engine.weights import Matrix, load_vector, zeroed
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+
+class Program:
+    """The operations of a step, and the arrays they point to."""
+
+    def __init__(self, model: Model, gguf: GGUFFile) -> None:
+        self._model, self._gguf = model, gguf
+        self._config, self._layers, self._buffers = model.config, model.matrices, model.buffers
+        self._kept: list[NDArray[Any]] = []
+        c, layers = self._config, self._layers
+        self._numbers = {id(m): n for n, m in enumerate(layers.all)}
+        self.matrices = np.array([self._matrix(m) for m in layers.all], MATRIX)
+        readers_hidden = [layers.head] + [m for y in layers.layers for m in (*y.qkv, *y.gate_up)]
+        self._activations: list[tuple[int, ...]] = []
+        self._hidden = self._activation(c.hidden_size, readers_hidden)
+        self._attended = self._activation(c.num_heads * c.head_dim, [y.output for y in layers.layers])
+        self._gated = self._activation(c.ffn_size, [y.down for y in layers.layers])
+        self.activations = np.array(self._activations, ACTIVATION)
+        self._rope = {local: self._rope_tables(local) for local in {c.is_local(n) for n in range(c.num_layers)}}
+        self._operations: list[dict[str, int]] = []
+        self._build()
+        self.operations = np.zeros(len(self._operations), OPERATION)
+        for i, operation in enumerate(self._operations):
+            for name, value in operation.items():
+                self.operations[i][name] = value
+        assert len(self.operations) * LINE <= self._buffers.counters.nbytes
+
+    # ------------------------------------------------------------------ what operations point to
+    def _keep(self, array: NDArray[Any]) -> int:
+        """Address of an array that lives as long as the program."""
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def _matrix(self, m: Matrix) -> tuple[int, ...]:
+        c = self._config
+        name = m.name.removesuffix(".weight").rpartition(".")[2]
+        offset = {
+            "attn_k": c.num_heads * c.head_dim,
+            "attn_v": (c.num_heads + c.num_kv_heads) * c.head_dim,
+        }.get(name, 0)
+        return (
+            self._model.weights.memory.ctypes.data + m.offset,
+            self._model.kernel_address(m, "matmul"),
+            self._model.kernel_address(m, "dequantize_row"),
+            m.group_bytes,
+            m.num_groups,
+            m.num_blocks,
+            layout_for(m.fmt).span,
+            4 * offset,
+        )
+
+    def _activation(self, num_values: int, readers: list[Matrix]) -> int:
+        """Number of a new activation in every layout that its readers multiply with."""
+        spans = {layout_for(m.fmt).span for m in readers}
+        unit = next(u for u in (256, 64, 32) if num_values % u == 0)
+        record: list[int] = [num_values, unit]
+        for span in (256, 32, 1):
+            size = ActivationLayout(span).row_bytes(num_values)
+            record += [self._keep(zeroed(self._model.max_rows * size)) if span in spans else 0, size]
+        self._activations.append(tuple(record))
+        return len(self._activations) - 1
+
+    def _rope_tables(self, local: bool) -> tuple[int, int]:
+        cos, sin = self._config.rope_tables(self._model.max_positions, local)
+        return self._keep(cos), self._keep(sin)
+
+    def _vector(self, name: str, size: int) -> int:
+        return self._keep(load_vector(self._gguf, f"{name}.weight", size))
+
+    def _bias(self, layer: int) -> int:
+        """Address of the biases of q, k and v in a row, or 0 if there are none."""
+        c = self._config
+        sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+        names = {x: f"blk.{layer}.attn_{x}.bias" for x in sizes}
+        if not any(name in self._gguf.tensors for name in names.values()):
+            return 0
+        return self._keep(np.concatenate([load_vector(self._gguf, names[x], sizes[x]) for x in sizes]))
+
+    def _head_norm(self, layer: int, which: str) -> int:
+        name = f"blk.{layer}.attn_{which}_norm"
+        if self._config.arch.whole_head_norms:
+            return 0
+        return self._vector(name, self._config.head_dim) if f"{name}.weight" in self._gguf.tensors else 0
+
+    # ------------------------------------------------------------------ the operations
+    def _add(self, code: Op, **values: int) -> None:
+        self._operations.append({"code": int(code), "wanted": int(self._wanted), **values})
+
+    def _build(self) -> None:
+        c, b = self._config, self._buffers
+        self._wanted = False
+        factor = b.constants[2:].ctypes.data if c.embedding_factor != 1 else 0
+        self._add(Op.EMBED, matrix=self._numbers[id(self._layers.embedding)], factor=factor)
+        for n, layer in enumerate(self._layers.layers):
+            self._layer(n, layer)
+        weight = load_vector(self._gguf, "output_norm.weight", c.hidden_size) * np.float32(c.logit_factor)
+        self._add(Op.NORM, activation=self._hidden, weight=self._keep(weight))
+        self._multiply(self._hidden, (self._layers.head,), b.logits)
+        if c.logit_cap:
+            cap, out = b.constants[4:].ctypes.data, b.logits
+            self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
+
+    def _layer(self, n: int, layer: LayerMatrices) -> None:
+        c, b = self._config, self._buffers
+        self._take(f"blk.{n}.attn_norm")
+        self._multiply(self._hidden, layer.qkv, b.qkv)
+        if c.arch.whole_head_norms:
+            self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads)
+            self._whole_norm(f"blk.{n}.attn_k_norm", c.num_heads, c.num_kv_heads)
+        local = c.is_local(n)
+        kv_offset = n * (self._model.kv_block_bytes // c.num_layers)
+        cos, sin = self._rope[local]
+        self._add(
+            Op.HEADS,
+            bias=self._bias(n),
+            q_norm=self._head_norm(n, "q"),
+            k_norm=self._head_norm(n, "k"),
+            cos=cos,
+            sin=sin,
+            half=c.rope_dim // 2 if c.is_rotated(n) else 0,
+            neox=int(c.arch.neox_rope),
+            kv_offset=kv_offset,
+        )
+        if n == c.num_layers - 1:
+            # K and V of every row are in the cache; only the wanted rows need what comes after.
+            self._wanted = True
+            self._add(Op.KEEP)
+        window = c.window if local else 0
+        cap = b.constants[3:].ctypes.data if c.attention_cap else 0
+        self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
+        unit = self._activations[self._attended][1]
+        whole = math.lcm(unit, c.head_dim)
+        width = c.num_heads * c.head_dim
+        share = whole if width % whole == 0 else width
+        self._add(Op.MERGE, activation=self._attended, window=window, share=share)
+        self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
+        self._take(f"blk.{n}.ffn_norm")
+        self._add(
+            Op.GATED,
+            activation=self._hidden,
+            second=self._gated,
+            matrix=self._numbers[id(layer.gate_up[0])],
+            gelu=int(c.arch.activation == "gelu"),
+        )
+        self._into_stream(self._gated, layer.down, f"blk.{n}.post_ffw_norm")
+
+    def _take(self, norm: str) -> None:
+        """activation = x, through a norm where the architecture has one there."""
+        weight = self._vector(norm, self._config.hidden_size) if self._config.arch.pre_norms else 0
+        self._add(Op.NORM, activation=self._hidden, weight=weight)
+
+    def _whole_norm(self, name: str, first: int, heads: int) -> None:
+        """A norm over some heads of q, k and v together."""
+        qkv, dim = self._buffers.qkv, self._config.head_dim
+        self._add(
+            Op.ROW_NORM,
+            out=qkv.ctypes.data + 4 * first * dim,
+            out_bytes=qkv.strides[0],
+            count=heads * dim,
+            weight=self._vector(name, heads * dim),
+        )
+
+    def _multiply(self, activation: int, matrices: tuple[Matrix, ...], out: NDArray[np.float32], add: int = 0) -> None:
+        first = self._numbers[id(matrices[0])]
+        self._add(
+            Op.MATMUL,
+            activation=activation,
+            matrix=first,
+            num_matrices=len(matrices),
+            out=out.ctypes.data,
+            out_bytes=out.strides[0],
+            add=add,
+        )
+
+    def _into_stream(self, activation: int, matrix: Matrix, post_norm: str) -> None:
+        """x += matrix . activation, through a norm where the architecture has one."""
+        b = self._buffers
+        if not self._config.arch.post_norms:
+            self._multiply(activation, (matrix,), b.x, add=1)
+            return
+        self._multiply(activation, (matrix,), b.branch)
+        weight = self._vector(post_norm, self._config.hidden_size)
+        self._add(Op.ADD_NORM, out=b.branch.ctypes.data, out_bytes=b.branch.strides[0], weight=weight)
