@@ -134,7 +134,9 @@ def sessions_app() -> typer.Typer:
     def import_command(
         context: typer.Context,
         file: Annotated[str, typer.Argument(metavar="FILE", help="An export in JSON; - reads standard input.")],
-        name: Annotated[str | None, typer.Option("--name", metavar="NAME", parser=true_text)] = None,
+        name: Annotated[
+            str | None, typer.Option("--name", metavar="NAME", parser=true_text, help="Its name here.")
+        ] = None,
         kv: Annotated[bool, typer.Option("--kv", help="Also the cache, which stands beside FILE as .giw-kv.")] = False,
         _folder: SessionDir = None,
     ) -> int:
