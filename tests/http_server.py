@@ -143,9 +143,10 @@ def running_server(
     api_key: str | None = None,
     origins: tuple[str, ...] = (),
     folder: Path | None = None,
+    listening: Mapping[str, Any] | None = None,
     **loading: Any,
 ) -> Iterator[Running]:
-    """A server with one model."""
+    """A server with one model. `listening`: what `BackgroundServer` is told."""
     loading.setdefault("context_size", 2048)
     with load(path, max_concurrent=max_concurrent, kv_folder=folder, **loading) as engine:
         transcripts = Transcripts(None if folder is None else folder / "replies.jsonl")
@@ -155,5 +156,5 @@ def running_server(
         application = make_application(
             Models([served]), limits=limits or Limits(), api_key=api_key, origins=origins, check_host=api_key is None
         )
-        with BackgroundServer(application) as server:
+        with BackgroundServer(application, **(listening or {})) as server:
             yield Running(server.port, application, served)

@@ -336,6 +336,47 @@ def test_what_is_no_http_is_refused(narrow: Running) -> None:
     assert narrow.chat("good").status == 200
 
 
+# ---------------------------------------------------------------- who says nothing
+def test_connections_that_ask_nothing_give_way_to_one_that_asks(tiny: Path) -> None:
+    with running_server(tiny, listening={"connections": 8}) as server:
+        silent = [server.connect() for _ in range(30)]
+        silent[-1].sendall(b"GET /health HTTP/1.1\r\nHo")
+        assert server.ask("/health").status == 200
+        with server.send("/v1/chat/completions", {**LONG, "stream": True}) as busy:
+            assert busy.recv(4096)
+            silent += [server.connect() for _ in range(30)]
+            assert server.chat("short", 2).status == 200
+            assert busy.recv(4096)
+        for connection in silent:
+            connection.close()
+
+
+def seconds_until_closed(connection: socket.socket) -> float:
+    """How long the server bears with a byte now and then."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < 3:
+        time.sleep(0.05)
+        try:
+            connection.sendall(b"X")
+        except OSError:
+            break
+    return time.perf_counter() - started
+
+
+def test_a_head_has_its_time_however_slowly_it_comes(tiny: Path) -> None:
+    with running_server(tiny, listening={"idle_seconds": 0.3}) as server:
+        whole = f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode()
+        for head in (b"", b"GET /health HTTP/1.1\r\n", whole + b"G"):
+            with server.connect() as connection:
+                connection.sendall(head)
+                assert seconds_until_closed(connection) < 2
+        with server.connect() as connection:  # between two requests there is time too
+            for _ in range(2):
+                connection.sendall(whole)
+                assert read_answer(connection).status == 200
+                time.sleep(0.15)
+
+
 # ---------------------------------------------------------------- strangers
 def test_a_name_that_is_not_this_machine_is_refused(narrow: Running) -> None:
     for host in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::2]"):

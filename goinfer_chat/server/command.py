@@ -22,6 +22,7 @@ from engine.kv_folder import prepare
 from goinfer_chat.modes import EngineFactory
 from goinfer_chat.server.admission import Admission
 from goinfer_chat.server.app import Application, make_application
+from goinfer_chat.server.connections import IDLE_SECONDS, MAX_CONNECTIONS, connection_settings, most_connections
 from goinfer_chat.server.security import Limits
 from goinfer_chat.server.served import Models, Served
 from goinfer_chat.server.transcripts import Transcripts
@@ -30,9 +31,6 @@ from goinfer_chat.terminal import Stream
 
 GRACE_SECONDS = 5.0
 """What replies get to come to their end when the server is asked to."""
-
-MAX_CONNECTIONS = 1024
-"""Also those on which nothing is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +117,8 @@ def run_server(application: Application, listener: socket.socket, grace_seconds:
     """Answer until a signal comes."""
     config = uvicorn.Config(
         application.gate,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        h11_max_incomplete_event_size=64 * 1024,
-        limit_concurrency=MAX_CONNECTIONS,
+        **connection_settings(most_connections()),
         timeout_graceful_shutdown=int(grace_seconds) + 5,
-        timeout_keep_alive=30,
     )
     GracefulServer(config, application, grace_seconds).run(sockets=[listener])
 
@@ -170,11 +162,12 @@ class GracefulServer(uvicorn.Server):
 class BackgroundServer:
     """A server in a thread of its own, for programs that measure it. Usable as a context manager."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(
+        self, application: Application, *, connections: int = MAX_CONNECTIONS, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
         self.listener = _bound("127.0.0.1", 0)
-        self._server = GracefulServer(
-            uvicorn.Config(application.gate, log_config=None, access_log=False, lifespan="off"), application, 0.0
-        )
+        config = uvicorn.Config(application.gate, **connection_settings(connections, idle_seconds))
+        self._server = GracefulServer(config, application, 0.0)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True
         )
