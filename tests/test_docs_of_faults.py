@@ -14,7 +14,7 @@ NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 
 
 @cache
-def tests_of(name: str) -> frozenset[str]:
+def names_in(name: str) -> frozenset[str]:
     """The names of all tests in a file; none where there is no such file."""
     path = TESTS / name
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -40,7 +40,7 @@ def rows(name: str, heading: str) -> list[str]:
 def test_every_test_that_is_named_exists(name: str) -> None:
     named = NAMED.findall((DOCS / name).read_text(encoding="utf-8"))
     assert len(named) > 20
-    assert [f"{file}::{test}" for file, test in named if test not in tests_of(file)] == []
+    assert [f"{file}::{test}" for file, test in named if test not in names_in(file)] == []
 
 
 @pytest.mark.parametrize("name", ["reliability.md"])
