@@ -148,6 +148,11 @@ class Request:
     cancel: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set from any thread to stop within half a second; what was generated is kept."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it holds replies of this model, so that something of it may be known already."""
+        return any(message.role == "assistant" and message.ids for message in self.messages)
+
     def __post_init__(self) -> None:
         _check((self.prompt_ids is None) == bool(self.messages), "a request needs either messages or prompt_ids")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}")
@@ -369,6 +374,28 @@ class ModelInfo:
     notices: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What reading the prompt of a request would cost if it came next."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    """Those that are in memory, or in the conversation's file, which has been checked."""
+    tok_s: float | None
+    """About how fast the others are evaluated; None: not known here."""
+    problem: str | None
+    """Why the conversation's file spares no more, where there should be one that does."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
+    def seconds(self) -> float | None:
+        """About how long the prompt takes."""
+        return None if self.tok_s is None else self.prefill_tokens / self.tok_s
+
+
 class Engine(Protocol):
     """A loaded model that answers requests, several at once from any threads; close() frees the memory."""
 
@@ -385,6 +412,13 @@ class Engine(Protocol):
 
     def count_tokens(self, request: Request) -> int:
         """Prompt tokens this request would have."""
+        ...
+
+    def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:
+        """What the prompt of this request would cost if it came next, and `forgotten` had been forgotten before.
+
+        Raises TemplateError, UsageError, or EngineError where that cannot be known.
+        """
         ...
 
     def forget(self, conversation: str) -> None:

@@ -21,7 +21,16 @@ from engine.api import Notice, Reply, TurnStats
 from engine.errors import UsageError
 from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
 from engine.kv_file import Identity, KVFile, bring_back
-from engine.kv_folder import SUFFIX, KeptFile, KVFileError, KVFileLockedError, list_kept, make_room, path_of
+from engine.kv_folder import (
+    SUFFIX,
+    KeptFile,
+    KVFileError,
+    KVFileLockedError,
+    aside_of,
+    list_kept,
+    make_room,
+    path_of,
+)
 from engine.prefill_speed import PrefillSpeed
 from engine.sessions import Sessions, common_start
 
@@ -145,6 +154,22 @@ class KeptFiles:
             turn.say(("not saved: " if warm else "not resumed and not saved: ") + file)
         return turn
 
+    def foresee(
+        self, conversation: str, prompt_ids: Sequence[int], in_memory: int, *, goes_on: bool
+    ) -> tuple[int, str | None]:
+        """How many ids of a prompt need not be evaluated, given how many are in memory; see `kept_start`."""
+        limit = len(prompt_ids) - 1
+        open_already = self._files.get(conversation)
+        if open_already is not None and common_start(open_already.ids, prompt_ids, limit) <= in_memory:
+            return in_memory, None
+        in_file, problem = kept_start(self._folder, conversation, self._identity, prompt_ids, goes_on=goes_on)
+        return max(in_memory, in_file), problem
+
+    @property
+    def tok_s(self) -> float | None:
+        """About how fast prompts are read; None: not known."""
+        return self._speed.tok_s
+
     def _file(self, conversation: str) -> KVFile | str:
         """The conversation's file, open and locked; or why there is none."""
         file = self._files.pop(conversation, None)
@@ -246,6 +271,30 @@ class KeptFiles:
             with contextlib.suppress(KVFileError):
                 file.save(table, self._pool, sync=True)
         self.forget(conversation)
+
+
+def kept_start(
+    folder: Path, conversation: str, identity: Identity, prompt_ids: Sequence[int], *, goes_on: bool
+) -> tuple[int, str | None]:
+    """How many ids of a prompt the file of a conversation holds, all of them checked, and what is wrong with it.
+
+    Nothing is changed. `goes_on`: it has replies already, so that there should be a file.
+    """
+    try:
+        path = path_of(folder, conversation)
+        names = (path, aside_of(path, identity.key))  # as `bring_back` would leave them
+        problem = None
+        for name in names if os.path.lexists(names[1]) else names[:1]:
+            with _open_patiently(name, identity) as file:
+                count = file.check(common_start(file.ids, prompt_ids, len(prompt_ids) - 1))
+                problem = file.problem
+                if file.num_bytes:
+                    return count, problem
+    except KVFileError as error:
+        return 0, error.reason
+    except UsageError as error:
+        return 0, str(error)
+    return 0, None if problem == _MISSING and not goes_on else problem
 
 
 class KeptTurn:

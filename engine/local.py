@@ -20,6 +20,7 @@ from engine.api import (
     Message,
     ModelInfo,
     Notice,
+    Prospect,
     Reply,
     Request,
     SamplingParams,
@@ -272,6 +273,26 @@ class LocalEngine:
     def count_tokens(self, request: Request) -> int:
         """Prompt tokens this request would have. Raises TemplateError or UsageError."""
         return len(self._prompt_ids(request))
+
+    def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:
+        """What the prompt of this request would cost if it came next. Raises TemplateError or UsageError.
+
+        `forgotten`: a conversation that would be forgotten before. What the conversation's file holds is checked, so
+        this takes as long as restoring it does, and waits for the step of a reply that runs.
+        """
+        prompt_ids = self._prompt_ids(request)
+        with self._scheduler.writing():
+            self._check_open()
+            found = self._sessions.known_start(prompt_ids, len(prompt_ids) - 1, without=forgotten)
+            kept, problem = self._scheduler.kept, None
+            if kept is not None:
+                found, problem = kept.foresee(request.conversation, prompt_ids, found, goes_on=request.goes_on)
+        return Prospect(
+            prompt_tokens=len(prompt_ids),
+            reused_tokens=found,
+            tok_s=None if kept is None else kept.tok_s,
+            problem=problem,
+        )
 
     def chat(
         self,

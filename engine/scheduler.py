@@ -281,7 +281,7 @@ class Scheduler:
         table = self._sessions.begin(conversation, job.prompt_ids)
         try:
             if self.kept is not None:
-                goes_on = any(message.role == "assistant" and message.ids for message in job.request.messages)
+                goes_on = job.request.goes_on
                 job.turn = self.kept.begin(conversation, table, job.prompt_ids, warm=warm, goes_on=goes_on)
                 job.events += job.turn.take_notices()
             job.generation = job.start(table)

@@ -28,10 +28,11 @@ from goinfer_chat.store import (
 )
 
 if TYPE_CHECKING:
+    from engine.unloaded import UnloadedModel
     from goinfer_chat.calls.approval import Asker
     from goinfer_chat.calls.toolbox import Toolbox
     from goinfer_chat.engines import Engines
-    from tools import Journal, TakenBack
+    from tools import Journal, TakenBack, Tool
 
 Turn = Generator[Event, None, Step | None]
 
@@ -83,9 +84,6 @@ class Agent:
         self.schema: Mapping[str, Any] | bool | None = None
         """What replies must be valid under; None: any text."""
         self._unanswered: Ask | None = None
-        self._read: dict[str, tuple[str | None, tuple[str, ...]]] = {}
-        """Conversations that the engine keeps read, the one used last at the end, and under which system prompt and
-        tools."""
         self._answer_with(engine)
         if self.live is not None:
             self._enter(self.live)
@@ -151,7 +149,6 @@ class Agent:
                     case TextDelta():
                         draft.add(event.text)
                     case Finished(reply=reply) if reply.finish_reason != "cancelled" or reply.ids or reply.text:
-                        self._now_read(live)
                         late = draft.error
                         stored = draft.finish(reply.as_message(), finish_reason=reply.finish_reason, stats=reply.stats)
                         self._unanswered = None
@@ -180,12 +177,11 @@ class Agent:
     ) -> Request:
         """`forced`: a tool that is among those offered; with `force` the reply must call it."""
         settings = self.settings
-        system = () if settings.system is None else (Message(role="system", content=settings.system),)
         offered = self.toolbox.offered(forced) if self.toolbox is not None else []
         named = NamedTool(name=forced) if forced is not None and force else None
-        return Request(
-            messages=(*system, *live.messages(self.model.identity, at=after), *said),
-            tools=tuple(tool.describe() for tool in offered),
+        messages = (*live.messages(self.model.identity, at=after), *said)
+        return replace(
+            prompt(live.id, messages, offered, settings, live.info.settings),
             tool_choice=named or ("none" if self.schema is not None else "auto"),
             parallel_tool_calls=settings.parallel_calls,
             json_schema=None if named else self.schema,
@@ -193,8 +189,6 @@ class Agent:
             max_tokens=settings.max_tokens,
             think_tokens=settings.think_tokens,
             stop=settings.stop,
-            conversation=live.id,
-            template_kwargs=_template_kwargs(live) | _thinking(settings),
             speculation=None if settings.speculation == "auto" else settings.speculation,
             cancel=cancel or threading.Event(),
         )
@@ -300,17 +294,11 @@ class Agent:
 
     def fork(self, name: str | None) -> Fork:
         """Go on with a copy. Raises UsageError."""
-        was = self.live
-        fork = self.conversations.fork(name)
-        self._copied(was)
-        return fork
+        return self.conversations.fork(name)
 
     def rename(self, name: str) -> str:
         """Returns the name as it is kept. What was not kept is from here on. Raises UsageError."""
-        was = self.live
-        name = self.conversations.rename(name)
-        self._copied(was)
-        return name
+        return self.conversations.rename(name)
 
     def delete(self, key: str) -> tuple[str, bool]:
         """The name of what was deleted, and whether nothing is left of it: see Store.delete. Raises UsageError."""
@@ -318,7 +306,6 @@ class Agent:
         if self.live is not None and self.live.id == conversation.id:
             self.new()
         self.engine.forget(conversation.id)
-        self._read.pop(conversation.id, None)
         return conversation.name or conversation.id, self.conversations.store.delete(conversation.id)
 
     def undo(self, turns: int) -> tuple[list[StoredMessage], list[TakenBack]]:
@@ -348,82 +335,62 @@ class Agent:
         What the engine of the last one had in memory is gone, and its files stay. A template and a draft model that
         were given at the start are for the model of the start.
         """
-        if self._engines is None:
-            raise UsageError("the model cannot be changed here; start with --model")
-        same = name == self._started.model
-        own = {field: self._started.value(field) if same else None for field in ("chat_template", "draft")}
-        settings = self.settings.changed({"model": name, **own})
+        engines, settings = self._switchable(), self._with_model(name)
         try:
-            self._engines.switch(settings)
+            engines.switch(settings)
             self.settings = settings
         finally:
-            if self._engines.current is not self.engine:
-                self._answer_with(self._engines.current)
+            if engines.current is not self.engine:
+                self._answer_with(engines.current)
+
+    def look_at_model(self, name: str) -> UnloadedModel | None:
+        """The model that `use_model` would load, to foresee with; None where it must be fetched first.
+
+        Raises ModelError or UsageError.
+        """
+        return self._switchable().look(self._with_model(name))
+
+    def _switchable(self) -> Engines:
+        if self._engines is None:
+            raise UsageError("the model cannot be changed here; start with --model")
+        return self._engines
+
+    def _with_model(self, name: str) -> Settings:
+        same = name == self._started.model
+        own = {field: self._started.value(field) if same else None for field in ("chat_template", "draft")}
+        return self.settings.changed({"model": name, **own})
 
     def _answer_with(self, engine: Engine) -> None:
         self.engine = engine
         self.model = ModelRef(identity=engine.info.identity, name=engine.info.name)
-        self._has_files = engine.info.kept_conversations is not None
-        self._read.clear()
-        if self.live is not None:
-            self._find_files(self.live)
-
-    def tokens_to_read(self) -> int:
-        """About how many tokens of what was said the next turn has to read again; 0 where the engine has them."""
-        live = self.live
-        messages = live.messages(self.model.identity) if live is not None else []
-        if live is None or not messages or self._is_read(live):
-            return 0
-        with suppress(GoinferError):  # the next turn says it
-            return max(0, self.engine.count_tokens(self._request(live, ())) - self._set_aside(live))
-        return 0
-
-    def _set_aside(self, live: LiveConversation) -> int:
-        """About how many of them are in the file of this model from before another one went on."""
-        if live.info.model == self.model or not self._has_files or not self.conversations.is_kept:
-            return 0
-        own = [stored for stored in live.path() if stored.model == self.model.identity]
-        if not own or not self.conversations.store.has_kv_set_aside(live.id):
-            return 0
-        if own[-1].stats is not None and own[-1].stats.context_used:
-            return own[-1].stats.context_used
-        return self.engine.count_tokens(self._request(live, (), after=own[-1].id))
-
-    def _now_read(self, live: LiveConversation) -> None:
-        self._read.pop(live.id, None)
-        self._read[live.id] = self._under()
-        while len(self._read) > self.settings.kv_sessions and not self._has_files:
-            del self._read[next(iter(self._read))]
-
-    def _is_read(self, live: LiveConversation) -> bool:
-        return live.id in self._read and self._read[live.id] == self._under()
-
-    def _under(self) -> tuple[str | None, tuple[str, ...]]:
-        return self.settings.system, self.toolbox.in_use if self.toolbox is not None else ()
 
     def _enter(self, live: LiveConversation) -> None:
         self.settings = self.settings.changed({"system": live.info.system})
-        self._find_files(live)
         self._unanswered = None
         if live.recovered and live.recovered[-1].message.role == "user":
             self._unanswered = Ask(text=None, after=live.recovered[-1].id)
 
-    def _find_files(self, live: LiveConversation) -> None:
-        info = live.info
-        if not self._has_files or not self.conversations.is_kept:
-            return
-        if info.model == self.model and self.conversations.store.kv_bytes(live.id):
-            self._read.setdefault(live.id, (info.system, self._under()[1]))
 
-    def _copied(self, was: LiveConversation | None) -> None:
-        """The engine knows what begins alike."""
-        if was is not None and self.live is not None and was.id in self._read:
-            self._read[self.live.id] = self._read[was.id]
+def prompt(
+    conversation: str,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    settings: Settings,
+    about: Mapping[str, Any],
+) -> Request:
+    """A request that has what the prompt is made of. `about`: the settings that the conversation keeps."""
+    system = () if settings.system is None else (Message(role="system", content=settings.system),)
+    return Request(
+        messages=(*system, *messages),
+        tools=tuple(tool.describe() for tool in tools),
+        conversation=conversation,
+        template_kwargs=_day(about) | _thinking(settings),
+    )
 
 
-def _template_kwargs(live: LiveConversation) -> dict[str, Any]:
+def _day(about: Mapping[str, Any]) -> dict[str, Any]:
     """`date_string` is what templates that tell the day call it; those that do not leave it alone."""
-    day = live.info.settings.get(DATE)
+    day = about.get(DATE)
     with suppress(ValueError, TypeError):
         return {"date_string": date.fromisoformat(day).strftime("%d %b %Y")} if day is not None else {}
     return {}

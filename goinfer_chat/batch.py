@@ -14,7 +14,7 @@ from goinfer_chat.script import Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.shell import how_it_ended, run_shell_captured
 from goinfer_chat.slash.commands import COMMANDS
-from goinfer_chat.slash.conversation import resumed
+from goinfer_chat.slash.conversation import cost, resumed
 from goinfer_chat.slash.message import attached
 from goinfer_chat.slash.registry import ShellCommand
 from goinfer_chat.terminal import Stream
@@ -57,11 +57,15 @@ def run_items(
             say.line(notice, dim=True)
         if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)
+            if line := cost(agent):
+                say.line(line, dim=True)
         item: Item | None = first
         while item is not None:
             if isinstance(item, Turn):
                 ask: Ask | None = agent.asked(item.text)
             else:
+                if line := COMMANDS.foresee(agent, item):
+                    say.line(line, dim=True)
                 outcome = COMMANDS.run(agent, item)
                 if text := outcome.shown(COLUMNS):
                     say.line(text)

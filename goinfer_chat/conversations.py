@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from engine.errors import UsageError
 from goinfer_chat.settings import Settings
@@ -22,6 +22,11 @@ from goinfer_chat.store import (
 DATE: Final = "date"
 """In the settings of a conversation: the day it began. A prompt that told the day would change with it otherwise, and
 everything would be read again."""
+
+
+def of_today() -> dict[str, Any]:
+    """The settings of a conversation that begins."""
+    return {DATE: datetime.now().astimezone().date().isoformat()}
 
 
 class Conversations:
@@ -89,7 +94,7 @@ class Conversations:
     def begin(self, *, name: str | None = None, system: str | None = None) -> LiveConversation:
         """A new conversation, where none goes on; one with a name is kept. Raises UsageError for a wrong name."""
         assert self.live is None
-        settings = {DATE: datetime.now().astimezone().date().isoformat()}
+        settings = of_today()
         if self.keep or name is not None:
             self.live = self.store.create(name=name, system=system, settings=settings)
         else:
@@ -108,11 +113,15 @@ class Conversations:
 
     def resume_latest(self) -> LiveConversation:
         """Go on with the one used last, other than the present one. Raises UsageError when there is none."""
+        return self.resume(self.latest().id)
+
+    def latest(self) -> Conversation:
+        """The one used last, other than the present one. Raises UsageError when there is none."""
         present = self.live.id if self.live is not None else None
         latest = next((conversation for conversation in self.recent(2) if conversation.id != present), None)
         if latest is None:
             raise UsageError("there is no other conversation to go on with" if present else "no conversation is kept")
-        return self.resume(latest.id)
+        return latest
 
     def leave(self) -> None:
         """Nothing goes on; the next thing said begins a new conversation."""

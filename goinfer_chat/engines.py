@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from engine.api import Engine
 from engine.errors import GoinferError
 from goinfer_chat.settings import Settings
 from goinfer_chat.turn import turn_is_running
+
+if TYPE_CHECKING:
+    from engine.unloaded import UnloadedModel
 
 
 class Engines:
@@ -18,11 +21,17 @@ class Engines:
 
     load   the engine for these settings; raises ModelError or UsageError
     find   sees to it that the model is here, as far as that can be known without loading it; raises the same
+    look   opens a model without loading it; None where it is not here. Raises the same
     """
 
     def __init__(
-        self, load: Callable[[Settings], Engine], find: Callable[[Settings], object], settings: Settings
+        self,
+        load: Callable[[Settings], Engine],
+        find: Callable[[Settings], object],
+        settings: Settings,
+        look: Callable[[Settings], UnloadedModel | None] = lambda _settings: None,
     ) -> None:
+        self.look = look
         self._load = load
         self._find = find
         self._settings = settings

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.api import Engine
-from engine.errors import OutOfMemoryError, UsageError
+from engine.errors import ModelNotFoundError, OutOfMemoryError, UsageError
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
+
+if TYPE_CHECKING:
+    from engine.unloaded import UnloadedModel
 
 
 def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None) -> Engine:
@@ -62,6 +66,28 @@ def connect(settings: Settings, base_url: str) -> Engine:
     # The default model is ours: a server that has one model need not be told which.
     model = None if settings.model == Settings().model else settings.model
     return RemoteEngine.connect(base_url, model, api_key=api_key(base_url, os.environ))
+
+
+def look_at_model(settings: Settings, kv_folder: Path | None = None) -> UnloadedModel | None:
+    """The model of these settings without its weights; None where it must be fetched.
+
+    Raises ModelError or UsageError.
+    """
+    from engine.unloaded import UnloadedModel
+    from goinfer_chat.models import catalogue
+
+    path = catalogue.resolve(settings.model)
+    if path is None:
+        if not catalogue.can_be_pulled(settings.model):
+            raise ModelNotFoundError(f"{settings.model}: no such model")
+        return None
+    return UnloadedModel.open(
+        path,
+        context_size=settings.context_size,
+        chat_template=_template(settings.chat_template),
+        kv_folder=kv_folder if settings.kv_sessions else None,
+        kv_type=settings.kv_type,
+    )
 
 
 def find_model(model: str, side: Stream) -> Path:

@@ -17,7 +17,7 @@ from goinfer_chat.agent import Agent
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
-from goinfer_chat.loading import find_model
+from goinfer_chat.loading import find_model, look_at_model
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.script import CommandLine, Item, read_script
 from goinfer_chat.settings import PanelSize, Settings
@@ -94,6 +94,7 @@ def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, con
         load=lambda chosen: make_engine(chosen, side, conversations.kv_folder),
         find=lambda chosen: chosen.base_url or find_model(chosen.model, Stream(None) if chosen.quiet else side),
         settings=settings,
+        look=lambda chosen: None if chosen.base_url else look_at_model(chosen, conversations.kv_folder),
     )
 
 

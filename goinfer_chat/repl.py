@@ -19,7 +19,7 @@ from goinfer_chat.prompt.line_editor import LineEditor
 from goinfer_chat.script import CommandLine, Turn, read_item
 from goinfer_chat.shell import how_it_ended, run_shell, run_shell_captured
 from goinfer_chat.slash.commands import COMMANDS
-from goinfer_chat.slash.conversation import recent, resumed
+from goinfer_chat.slash.conversation import cost, recent, resumed
 from goinfer_chat.slash.message import attached
 from goinfer_chat.slash.registry import ShellCommand
 from goinfer_chat.store import StoreError
@@ -77,6 +77,7 @@ class Repl:
             return
         if agent.live is not None and agent.live.info.has_words:
             screen.line(resumed(agent), dim=True)
+            self._say(cost(agent))
         elif agent.live is None:
             with suppress(StoreError):  # the first turn says it
                 for line in recent(agent):
@@ -109,6 +110,7 @@ class Repl:
         return text
 
     def _run(self, command: CommandLine) -> bool:
+        self._say(COMMANDS.foresee(self._agent, command))
         outcome = COMMANDS.run(self._agent, command)
         if text := outcome.shown(shutil.get_terminal_size().columns):
             self._screen.line(text)
@@ -123,9 +125,14 @@ class Repl:
                 raise UsageError("the message was not changed, so nothing was asked")
             ask = replace(outcome.edit, text=text)
             self._screen.line(f"> {excerpt(text)}")
+            self._say(cost(self._agent, ask))
         if ask is not None:
             self._ask(ask)
         return not outcome.quit
+
+    def _say(self, line: str) -> None:
+        if line:
+            self._screen.line(line, dim=True)
 
     def _ask(self, ask: Ask) -> None:
         with self._editor.during_reply() as take_keys:

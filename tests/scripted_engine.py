@@ -22,6 +22,7 @@ from engine.api import (
     Notice,
     PrefillProgress,
     Progress,
+    Prospect,
     Reply,
     Request,
     TextDelta,
@@ -74,6 +75,7 @@ class ScriptedEngine:
         self._notices = notices
         self._name = name
         self._cached = 0
+        self._seen: dict[str, list[str]] = {}
         self.requests: list[Request] = []
         self.forgotten: list[str] = []
         self.closed = False
@@ -179,6 +181,7 @@ class ScriptedEngine:
     ) -> Finished:
         stats = self._stats(request, turn, played, reused, ttft_ms)
         text = "".join(turn.pieces[:played])
+        self._seen[request.conversation] = [*self._words(request), "assistant", *text.split(), "end"]
         ids, prompt_ids = tuple(range(played)), tuple(range(stats.prompt_tokens))
         return Finished(
             Reply(
@@ -216,12 +219,31 @@ class ScriptedEngine:
     def count_tokens(self, request: Request) -> int:
         return sum(len(message.content.split()) + 2 for message in request.messages)
 
+    def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:
+        """As an engine that keeps all conversations."""
+        words = self._words(request)
+        known = (seen for name, seen in self._seen.items() if name != forgotten)
+        reused = max((common_start(seen, words, len(words)) for seen in known), default=0)
+        return Prospect(prompt_tokens=len(words), reused_tokens=reused, tok_s=4.0, problem=None)
+
+    def _words(self, request: Request) -> list[str]:
+        """As many as `count_tokens` says, and one for each tool in front."""
+        tools = [json.dumps(tool) for tool in request.tools]
+        return tools + [
+            word for message in request.messages for word in (message.role, *message.content.split(), "end")
+        ]
+
     def forget(self, conversation: str) -> None:
+        self._seen.pop(conversation, None)
         self._cached = 0
         self.forgotten.append(conversation)
 
     def close(self) -> None:
         self.closed = True
+
+
+def common_start(seen: Sequence[str], words: Sequence[str], limit: int) -> int:
+    return next((at for at, (a, b) in enumerate(zip(seen, words, strict=False)) if a != b), min(len(seen), limit))
 
 
 def _call(call: Mapping[str, Any], id: str) -> ToolCall:

@@ -488,19 +488,79 @@ def test_a_reply_that_could_not_be_saved_while_it_ran_says_so(start: Start) -> N
 # -- what is read again ------------------------------------------------------------------------------------------------
 
 
-def test_commands_after_which_the_next_turn_reads_again_say_how_much(start: Start) -> None:
+def before(agent: Agent, line: str) -> str:
+    """What is said before a command, which has not changed anything then."""
+    name, _, argument = line.partition(" ")
+    stood = (agent.settings, agent.live and (agent.live.id, agent.live.info, agent.live.path()))
+    said = COMMANDS.foresee(agent, CommandLine(name, argument))
+    assert (agent.settings, agent.live and (agent.live.id, agent.live.info, agent.live.path())) == stood
+    return said
+
+
+LONG = "how do you do this"
+"""With its answer 11 words as the scripted engine counts them."""
+
+
+def test_before_a_command_that_costs_a_prefill_it_says_how_many_tokens_and_how_long(start: Start) -> None:
     agent = start()
-    play(agent, "a b c")
-    assert "again" not in run(agent, "system").text
-    assert run(agent, "system Be brief.").text == "System prompt: Be brief. The next turn reads 13 tokens again."
-    assert run(agent, "system none").text == "There is no system prompt."
-    assert "cache              1 bytes a token, 8 in all, 8,192 when full" in run(agent, "params").text
-    run(agent, "undo")
-    assert "again" not in run(agent, "system Be brief.").text
-    play(agent, "a b c")
+    assert before(agent, "system Be brief, my friend.") == ""  # 8: a turn costs as much anyway
+    assert before(agent, "system Be brief, my good friend.") == "The next turn prefills 9 tokens, about 2 s."
+    play(agent, LONG)
+    for line in ("system", "set system", "undo", "retry", "fork", "new", "temperature 1", "set think", "tools"):
+        assert before(agent, line) == "", line
+    assert before(agent, "system Be brief.") == "The next turn prefills 15 tokens, about 4 s."
+    assert before(agent, "set system Be brief.") == "The next turn prefills 15 tokens, about 4 s."
+    run(agent, "system Be brief.")
+    assert before(agent, "fork") == "The next turn prefills 15 tokens, about 4 s."
+    assert before(agent, "retry") == "The next turn prefills 11 tokens, about 3 s."
+    assert before(agent, "undo") == ""  # only the system prompt is left
+    assert before(agent, "system none") == ""
+    run(agent, "system none")
+    assert before(agent, f"edit {LONG} and that") == ""  # the start of it is known
+    assert before(agent, f"edit {LONG.upper()} OR THAT, MY FRIEND") == "The next turn prefills 10 tokens, about 2 s."
+    assert before(agent, "edit") == ""  # the text is not there yet
+    assert "cache              1 bytes a token, 10 in all" in run(agent, "params").text
     end(agent)
     agent = start()
-    assert run(agent, "resume").text.startswith("Going on with a b c: 2 messages. The next turn reads 13 tokens again.")
+    assert before(agent, "resume") == "The next turn prefills 11 tokens, about 3 s."
+    assert before(agent, f"resume {LONG}") == "The next turn prefills 11 tokens, about 3 s."
+    play(agent, "x")
+    assert before(agent, "resume nobody") == ""  # the command says what is wrong
+
+
+def test_tools_that_come_or_go_cost_what_is_said_before(start: Start, tmp_path: Path) -> None:
+    agent = start(root=str(tmp_path))
+    names = [tool.name for tool in agent.open_toolbox().registry.tools]
+    assert before(agent, "tools on") == f"The next turn prefills {len(names) + 2} tokens, about 2 s."
+    play(agent, LONG)
+    assert before(agent, "tools on") == f"The next turn prefills {len(names) + 11} tokens, about 4 s."
+    assert before(agent, f"tools {names[0]}") == "The next turn prefills 12 tokens, about 3 s."
+    assert before(agent, f"call {names[0]}") == "The next turn prefills 12 tokens, about 3 s."
+    assert before(agent, "tools nothing_such") == before(agent, "tools off") == before(agent, "tools") == ""
+    assert agent.toolbox is not None
+    assert agent.toolbox.in_use == ()
+
+
+def test_an_unkept_conversation_takes_what_it_shares_along_when_a_new_one_begins(start: Start) -> None:
+    system = f"{LONG} {LONG}"
+    agent = start(at_prompt=False, system=system)
+    play(agent, "x")
+    assert before(agent, "new") == "The next turn prefills 14 tokens, about 4 s."
+    kept = start(system=system)
+    play(kept, "x")
+    assert before(kept, "new") == ""
+
+
+def test_what_is_refused_is_not_said_to_cost_anything(start: Start) -> None:
+    agent = start()
+    play(agent, LONG)
+    run(agent, "new")
+    other = start()
+    other.resume(None)
+    assert before(agent, "resume") == ""
+    with pytest.raises(ConversationInUseError):
+        run(agent, "resume")
+    assert before(other, "undo 9") == before(other, "set nothing 1") == before(other, "model x") == ""
 
 
 def test_the_prompt_tells_the_day_the_conversation_began(start: Start) -> None:

@@ -21,6 +21,7 @@ from engine.api import (
     ModelInfo,
     NamedTool,
     Notice,
+    Prospect,
     Request,
     SamplingParams,
     TextDelta,
@@ -125,6 +126,10 @@ class RemoteEngine:
     def count_tokens(self, request: Request) -> int:
         """Raises EngineError: only the server knows."""
         raise EngineError("the server does not say how many tokens a prompt has before it reads it")
+
+    def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:
+        """Raises EngineError: only the server knows."""
+        raise EngineError("the server does not say what it still has of a prompt before it reads it")
 
     def forget(self, conversation: str) -> None:
         """What a server keeps is its own affair."""

@@ -200,10 +200,19 @@ def pull(model: str, progress: Progress | None = None, say: Say | None = None) -
         if isinstance(error, (FileExistsError, NotADirectoryError, PermissionError)):
             advice = "name a folder that can be written to in GOINFER_CHAT_MODELS"
         raise DownloadError(f"{model}: {where}{error.strerror or error}; {advice}") from error
+    raise _unknown(model)
+
+
+def can_be_pulled(model: str) -> bool:
+    """Whether this is the name of a model that somebody has, as far as that is known without asking."""
+    return _entry(model) is not None or model.startswith("hf:")
+
+
+def _unknown(model: str) -> ModelNotFoundError:
     if Path(model).expanduser().exists():
-        raise ModelNotFoundError(f"{model}: not a regular file; a model is a GGUF file")
+        return ModelNotFoundError(f"{model}: not a regular file; a model is a GGUF file")
     names = ", ".join(entry.name for entry in CATALOGUE)
-    raise ModelNotFoundError(
+    return ModelNotFoundError(
         f"{model}: no such file and no such name; known names: {names}; a model on the hub is hf:OWNER/REPO:FILE"
     )
 

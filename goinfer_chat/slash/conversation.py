@@ -7,8 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from engine.api import Prospect
 from engine.errors import GoinferError, UsageError
-from goinfer_chat.agent import Agent
+from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.foresight import Standing, about_to_ask, foresee, sentence, standing, undone
 from goinfer_chat.listing import HEADINGS, SHORT, cells_of, counted, excerpt, hit_lines, name_of, when
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
@@ -31,17 +33,11 @@ def called(agent: Agent) -> str:
     return (agent.live.info.name or "not named yet") if kept else "not kept; /rename NAME keeps it"
 
 
-def cost(agent: Agent) -> str:
-    """The end of a sentence, where the next turn has to read again what was said; else nothing."""
-    num_tokens = agent.tokens_to_read()
-    return f" The next turn reads {counted(num_tokens, 'token')} again." if num_tokens else ""
-
-
 def resumed(agent: Agent, *, with_words: bool = True) -> str:
     """Where the conversation stands that now goes on; for a person, also what was said last."""
     assert agent.live is not None
     info, path = agent.live.info, agent.live.path()
-    lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}.{cost(agent)}"]
+    lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}."]
     if info.model is not None and info.model.identity != agent.model.identity:
         lines.append(f"The model of its last turn was {info.model.name}.")
     for stored in path[-2:] if with_words else ():
@@ -108,7 +104,7 @@ def _rename(agent: Agent, argument: str) -> Outcome:
 def _fork(agent: Agent, argument: str) -> Outcome:
     fork = agent.fork(argument or None)
     problem = f"\n{fork.kv_problem}" if fork.kv_problem else ""
-    return Outcome(f"Going on with a copy, {name_of(fork.conversation)}.{cost(agent)}{problem}")
+    return Outcome(f"Going on with a copy, {name_of(fork.conversation)}.{problem}")
 
 
 def _delete(agent: Agent, argument: str) -> Outcome:
@@ -144,6 +140,46 @@ def _retry(agent: Agent, _argument: str) -> Outcome:
 
 def _edit(agent: Agent, argument: str) -> Outcome:
     return Outcome(ask=agent.edit(argument)) if argument else Outcome(edit=agent.edit())
+
+
+# -- what they cost ----------------------------------------------------------------------------------------------------
+
+
+def cost(agent: Agent, ask: Ask | None = None) -> str:
+    """What to say before the next turn, or the one that asks this; nothing where it costs no more than any turn."""
+    there = standing(agent) if ask is None else about_to_ask(agent, ask)
+    with suppress(GoinferError):  # the next turn says it
+        return sentence(foresee(agent, there), with_problem=ask is None)
+    return ""
+
+
+def _cost_of_new(agent: Agent, _argument: str) -> Prospect | None:
+    gone = agent.live.id if agent.live is not None and not agent.conversations.is_kept else None
+    return foresee(agent, Standing(), forgotten=gone)
+
+
+def _cost_of_resume(agent: Agent, argument: str) -> Prospect | None:
+    conversations = agent.conversations
+    conversation = conversations.store.find(argument) if argument else conversations.latest()
+    conversations.store.check_free(conversation.id)
+    there = Standing(path=conversations.store.path(conversation.id), conversation=conversation)
+    return foresee(agent, there, settings=agent.settings.changed({"system": conversation.system}))
+
+
+def _cost_of_fork(agent: Agent, _argument: str) -> Prospect | None:
+    return foresee(agent, standing(agent))  # words and cache are the same
+
+
+def _cost_of_undo(agent: Agent, argument: str) -> Prospect | None:
+    return foresee(agent, undone(agent, parse_int(argument) if argument else 1))
+
+
+def _cost_of_retry(agent: Agent, _argument: str) -> Prospect | None:
+    return foresee(agent, about_to_ask(agent, agent.retry()))
+
+
+def _cost_of_edit(agent: Agent, argument: str) -> Prospect | None:
+    return foresee(agent, about_to_ask(agent, agent.edit(argument))) if argument else None
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -191,6 +227,7 @@ CONVERSATION_COMMANDS: Final = (
         topic="conversations",
         help="Begin a new conversation; a kept one stays.",
         run=_new,
+        costs=_cost_of_new,
         aliases=("reset",),
     ),
     Command(
@@ -206,6 +243,8 @@ CONVERSATION_COMMANDS: Final = (
         topic="conversations",
         help="Go on with a kept conversation; without a name, with the one used last.",
         run=_resume,
+        costs=_cost_of_resume,
+        tells_problem=True,
         complete=_names,
     ),
     Command(
@@ -221,6 +260,7 @@ CONVERSATION_COMMANDS: Final = (
         topic="conversations",
         help="Go on with a copy of this conversation.",
         run=_fork,
+        costs=_cost_of_fork,
     ),
     Command(
         name="undo",
@@ -228,14 +268,16 @@ CONVERSATION_COMMANDS: Final = (
         topic="asking again",
         help="Go back before the last question, or before the N last.",
         run=_undo,
+        costs=_cost_of_undo,
     ),
-    Command(name="retry", topic=_AGAIN, help="Ask the last question again.", run=_retry),
+    Command(name="retry", topic=_AGAIN, help="Ask the last question again.", run=_retry, costs=_cost_of_retry),
     Command(
         name="edit",
         arguments="[TEXT]",
         topic="asking again",
         help="Ask TEXT in place of the last question; without TEXT, change it in $EDITOR.",
         run=_edit,
+        costs=_cost_of_edit,
     ),
     Command(
         name="delete",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from goinfer_chat.agent import Agent
+from goinfer_chat.foresight import foresee_model
 from goinfer_chat.models import catalogue
-from goinfer_chat.slash.conversation import cost
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.view.render import banner, notices
 
@@ -19,8 +19,7 @@ def _model(agent: Agent, argument: str) -> Outcome:
         return Outcome(f"{banner(agent.engine.info)[0]}{more}")
     agent.use_model(argument)
     info = agent.engine.info
-    text = f"Going on with {banner(info)[0]}.{cost(agent)}"
-    return Outcome("\n".join([text, *notices(info)]))
+    return Outcome("\n".join([f"Going on with {banner(info)[0]}.", *notices(info)]))
 
 
 def _here(_agent: Agent) -> Sequence[str]:
@@ -34,6 +33,7 @@ MODEL_COMMANDS: Final = (
         help="Go on with another model, which reads what was said; without a name, show which one answers.",
         topic="settings",
         run=_model,
+        costs=lambda agent, argument: foresee_model(agent, argument) if argument else None,
         complete=_here,
     ),
 )

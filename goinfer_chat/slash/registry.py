@@ -6,16 +6,20 @@ A command changes the agent and returns what is left to do; it never writes to a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from textwrap import wrap
 from typing import Final
 
-from engine.errors import UsageError
+from engine.api import Prospect
+from engine.errors import GoinferError, UsageError
 from goinfer_chat import listing
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.attachments import matching_files
+from goinfer_chat.foresight import sentence
 from goinfer_chat.script import CommandLine
+from goinfer_chat.turn import turn_is_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,10 @@ class Command:
     aliases: tuple[str, ...] = ()
     complete: Callable[[Agent], Sequence[str]] = lambda agent: ()
     """What may follow the name."""
+    costs: Callable[[Agent, str], Prospect | None] | None = None
+    """What the next prompt costs once the command is obeyed; changes nothing. None: what it would cost anyway."""
+    tells_problem: bool = False
+    """Whether that is to be said with what is wrong with the kept cache."""
     takes_file: bool = False
     """Whether a file follows the name."""
     topic: str = "program"
@@ -121,6 +129,15 @@ class Registry:
         if line.argument and not command.arguments:
             raise UsageError(f"/{command.name} takes no argument")
         return command.run(agent, line.argument)
+
+    def foresee(self, agent: Agent, line: CommandLine) -> str:
+        """What to say before a command that costs a prefill; else nothing, also where the command will be refused."""
+        command = self._by_name.get(line.name)
+        if command is None or command.costs is None or turn_is_running():
+            return ""
+        with suppress(GoinferError):
+            return sentence(command.costs(agent, line.argument), with_problem=command.tells_problem)
+        return ""
 
     def find(self, name: str) -> Command:
         """The command of that name. Raises UsageError that suggests a near one."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from engine.api import ModelInfo
+from engine.api import ModelInfo, Prospect
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
+from goinfer_chat.foresight import foresee, standing
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings
-from goinfer_chat.slash.conversation import called, cost
+from goinfer_chat.slash.conversation import called
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import true_text
 from goinfer_chat.values import did_you_mean, shown
 
 _IN_CHAT: Final = tuple(setting for setting in SETTINGS if setting.in_chat)
+
+_IN_PROMPT: Final = ("think",)
+"""Those that a chat template is told of, beside the system prompt."""
 
 _REMEMBERED: Final = ("panel",)
 """Kept from start to start without being saved."""
@@ -67,6 +71,7 @@ def _setting(setting: Setting) -> Command:
         help=setting.help,
         topic=setting.topic,
         run=run,
+        costs=lambda agent, argument: _cost_of(agent, setting, argument),
         complete=lambda agent: setting.choices or (("on", "off") if setting.switch else (_value(agent, setting),)),
     )
 
@@ -76,7 +81,32 @@ def _system(agent: Agent, argument: str) -> Outcome:
         agent.set_system(None if argument == "none" else argument)
     system = agent.settings.system
     text = "There is no system prompt." if system is None else f"System prompt: {system}"
-    return Outcome(text + cost(agent))
+    return Outcome(text)
+
+
+# -- what they cost ----------------------------------------------------------------------------------------------------
+
+
+def _cost_of_set(agent: Agent, argument: str) -> Prospect | None:
+    name, _, text = argument.partition(" ")
+    setting = _settable(name.lstrip("-/").replace("_", "-").lower())
+    return _cost_of_system(agent, text.strip()) if setting.flag == "system" else _cost_of(agent, setting, text.strip())
+
+
+def _cost_of_system(agent: Agent, argument: str) -> Prospect | None:
+    if not argument:
+        return None
+    return _cost_under(agent, agent.settings.changed({"system": None if argument == "none" else argument}))
+
+
+def _cost_of(agent: Agent, setting: Setting, text: str) -> Prospect | None:
+    if setting.flag not in _IN_PROMPT or not text:
+        return None
+    return _cost_under(agent, agent.settings.changed({setting.name: setting.parse(text)}))
+
+
+def _cost_under(agent: Agent, settings: Settings) -> Prospect | None:
+    return foresee(agent, standing(agent), settings=settings) if settings != agent.settings else None
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -141,6 +171,7 @@ def setting_commands() -> list[Command]:
             help="Show or change a setting; without a name, show all that a chat can change.",
             topic="settings",
             run=_set,
+            costs=_cost_of_set,
             complete=lambda _agent: [setting.flag for setting in _IN_CHAT] + ["system"],
         ),
         Command(
@@ -156,6 +187,7 @@ def setting_commands() -> list[Command]:
             help="Show or change the system prompt; the words so far are read again under it.",
             topic="settings",
             run=_system,
+            costs=_cost_of_system,
         ),
         Command(name="params", help="Show every setting, the model and the context.", topic="settings", run=_params),
         *(_setting(setting) for setting in _IN_CHAT),

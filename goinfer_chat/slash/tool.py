@@ -6,20 +6,34 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from engine.api import Prospect
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.slash.conversation import cost
+from goinfer_chat.foresight import about_to_ask, foresee, standing
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import true_text
 
+if TYPE_CHECKING:
+    from goinfer_chat.calls.toolbox import Toolbox
+
 
 def _tools(agent: Agent, argument: str) -> Outcome:
+    toolbox = agent.open_toolbox()
+    _choose(toolbox, argument.split())
+    rows = [
+        (f"{'on ' if tool.name in toolbox.in_use else 'off'}  {tool.name:<16} {tool.risk:<6}", tool.description)
+        for tool in toolbox.registry.tools
+    ]
+    where = f"The tools work in {toolbox.root.path}."
+    return Outcome("\n".join([*toolbox.notices, where]), rows=rows)
+
+
+def _choose(toolbox: Toolbox, words: Sequence[str]) -> None:
+    """Turn tools on or off. Raises UsageError."""
     from goinfer_chat.calls.toolbox import OFF, ON, Choice
 
-    toolbox = agent.open_toolbox()
-    words = argument.split()
     if any(word.endswith(".py") for word in words):
         raise UsageError("a file of tools is given at the start: --tools FILE.py")
     if words == [ON] or words == [OFF]:
@@ -29,12 +43,22 @@ def _tools(agent: Agent, argument: str) -> Outcome:
         for word in words:
             toolbox.use(Choice(names=(word,), on=True))  # refuses a name that is not there
         toolbox.use(Choice(names=tuple(names), on=bool(names)))
-    rows = [
-        (f"{'on ' if tool.name in toolbox.in_use else 'off'}  {tool.name:<16} {tool.risk:<6}", tool.description)
-        for tool in toolbox.registry.tools
-    ]
-    where = f"The tools work in {toolbox.root.path}."
-    return Outcome("\n".join([*toolbox.notices, where + cost(agent)]), rows=rows)
+
+
+def _cost_of_tools(agent: Agent, argument: str) -> Prospect | None:
+    toolbox = agent.open_toolbox()
+    before = toolbox.in_use
+    try:
+        _choose(toolbox, argument.split())
+        return foresee(agent, standing(agent)) if toolbox.in_use != before else None
+    finally:
+        toolbox.in_use = before
+
+
+def _cost_of_call(agent: Agent, argument: str) -> Prospect | None:
+    name, _, text = argument.partition(" ")
+    there = about_to_ask(agent, Ask(text=text.strip())) if text.strip() else standing(agent)
+    return foresee(agent, there, tools=agent.open_toolbox().offered(name)) if name else None
 
 
 def _call(agent: Agent, argument: str) -> Outcome:
@@ -107,6 +131,7 @@ TOOL_COMMANDS: Final = (
         arguments="[on | off | NAME...]",
         help="Show the tools, turn them on or off, or turn single ones on or off.",
         run=_tools,
+        costs=_cost_of_tools,
         complete=lambda agent: ["on", "off", *_names(agent)],
     ),
     Command(
@@ -114,6 +139,7 @@ TOOL_COMMANDS: Final = (
         arguments="TOOL [TEXT]",
         help="The reply to TEXT, or else the next one, calls this tool.",
         run=_call,
+        costs=_cost_of_call,
         complete=_names,
     ),
     Command(

@@ -201,6 +201,10 @@ class Store:
             raise
         return self._live(id, lock, recovered)
 
+    def check_free(self, id: str) -> None:
+        """Raises ConversationInUseError where `open` would."""
+        self._held(id).release()
+
     # -- changing a whole one ------------------------------------------------------------------------------------------
 
     def rename(self, id: str, name: str) -> str:
