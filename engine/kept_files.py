@@ -159,9 +159,10 @@ class KeptFiles:
     ) -> tuple[int, str | None]:
         """How many ids of a prompt need not be evaluated, given how many are in memory; see `kept_start`."""
         limit = len(prompt_ids) - 1
-        open_already = self._files.get(conversation)
-        if open_already is not None and common_start(open_already.ids, prompt_ids, limit) <= in_memory:
-            return in_memory, None
+        file = self._files.get(conversation)
+        if file and file.is_untouched and common_start(file.ids, prompt_ids, limit) <= in_memory:
+            return in_memory, file.problem if conversation in self._reloaded else None
+        goes_on = goes_on and 2 * in_memory < len(prompt_ids)
         in_file, problem = kept_start(self._folder, conversation, self._identity, prompt_ids, goes_on=goes_on)
         return max(in_memory, in_file), problem
 

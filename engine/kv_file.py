@@ -348,9 +348,15 @@ class KVFile:
 
         Raises KVFileLockedError.
         """
+        if self._descriptor is not None:
+            lock(self._descriptor, self.path)
+        return self.is_untouched
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody else has had the file since `pause`."""
         if self._descriptor is None:
             return not os.path.lexists(self.path)
-        lock(self._descriptor, self.path)
         return is_at(self._descriptor, self.path) and _state(self._descriptor) == self._paused
 
     def close(self) -> None:

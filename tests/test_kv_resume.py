@@ -75,6 +75,8 @@ class Chat:
     """Notices of the last turn."""
     before_prefill: int = 0
     """How many of them came before anything else."""
+    foresees: bool = False
+    """Whether the engine is asked before each turn what it costs, which must come true."""
 
     def ask(
         self, engine: LocalEngine, text: str | None, *, max_tokens: int = 12, cut: int | None = None, **settings: object
@@ -89,6 +91,7 @@ class Chat:
             **{"sampling": GREEDY, **settings},  # type: ignore[arg-type]
         )
         events: list[Event] = []
+        foreseen = engine.foresee(request).prefill_tokens if self.foresees else None
         for event in engine.generate(request):
             events.append(event)
             if sum(isinstance(event, TextDelta) for event in events) == cut:
@@ -98,6 +101,7 @@ class Chat:
         self.before_prefill = others.index(False)
         last = events[-1]
         assert isinstance(last, Finished)
+        assert foreseen in (None, last.reply.stats.prefill_tokens)
         self.messages.append(Message(role="assistant", content=last.reply.text, ids=last.reply.ids))
         return last.reply
 
@@ -555,23 +559,24 @@ def be_a_link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (cut_in_half, r"resumed 192 of 192 tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
-        (lambda path: flip(path, path.stat().st_size // 2),
-         r"resumed 192 of \d+ tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
-        (lambda path: flip(path, 300), r"not resumed: damaged from position 0 on; nothing of it is used"),
-        (lambda path: flip(path, 500), r"not resumed: damaged from position 0 on; nothing of it is used"),
-        (lambda path: path.write_bytes(path.read_bytes() + bytes(2**20)),
-         r"resumed 428 of 428 tokens, .* ms; damaged from position 428 on; the 428 before it are used"),
-        (lambda path: flip(path, 30), r"not resumed: its header is damaged"),
-        (be_empty, r"not resumed: it is empty"),
-        (cut_to_its_header, r"not resumed: it holds nothing of what was said"),
-        (be_something_else, r"not resumed: it is not a .giw-kv file"),
-        (be_a_link, r"not resumed and not saved: refused: it is a symbolic link"),
-    ],
-)  # fmt: skip
+DAMAGES = [
+    (cut_in_half, r"resumed 192 of 192 tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
+    (lambda path: flip(path, path.stat().st_size // 2),
+     r"resumed 192 of \d+ tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
+    (lambda path: flip(path, 300), r"not resumed: damaged from position 0 on; nothing of it is used"),
+    (lambda path: flip(path, 500), r"not resumed: damaged from position 0 on; nothing of it is used"),
+    (lambda path: path.write_bytes(path.read_bytes() + bytes(2**20)),
+     r"resumed 428 of 428 tokens, .* ms; damaged from position 428 on; the 428 before it are used"),
+    (lambda path: flip(path, 30), r"not resumed: its header is damaged"),
+    (be_empty, r"not resumed: it is empty"),
+    (cut_to_its_header, r"not resumed: it holds nothing of what was said"),
+    (be_something_else, r"not resumed: it is not a .giw-kv file"),
+    (be_a_link, r"not resumed and not saved: refused: it is a symbolic link"),
+]  # fmt: skip
+"""What is done to a file, and what is said of it."""
+
+
+@pytest.mark.parametrize(("harm", "said"), DAMAGES)
 def test_a_file_that_is_damaged_costs_one_notice_and_a_prefill_and_no_word(
     harm: Callable[[Path], None], said: str, folder: Path
 ) -> None:
@@ -590,6 +595,55 @@ def test_a_file_that_is_damaged_costs_one_notice_and_a_prefill_and_no_word(
         reply = chat.ask(engine, "once more")
     if harm is not be_a_link:
         assert prefilled(reply) == added_by("once more")
+
+
+@pytest.mark.parametrize(("harm", "said"), DAMAGES)
+def test_what_a_turn_will_cost_is_known_before_it_whatever_became_of_the_file(
+    harm: Callable[[Path], None], said: str, folder: Path
+) -> None:
+    chat, _ = started(folder)
+    path = path_of(folder, "work")
+    harm(path)
+    before = path.read_bytes()
+    chat.foresees = True
+    with make(folder) as engine:
+        request = Request(messages=tuple(chat.messages), conversation="work")
+        problem = engine.foresee(request).problem
+        assert problem is None if "nothing of what was said" in said else problem is not None and problem in said
+        assert path.read_bytes() == before
+        assert chat.ask(engine, "go on").ids == cold_ids(chat, 4)
+        chat.ask(engine, "and on")
+        harm(path)
+        chat.ask(engine, "from memory")
+
+
+def test_what_a_turn_will_cost_is_known_before_it_of_other_models_and_files_in_use(folder: Path) -> None:
+    chat, kept = started(folder)
+    chat.foresees = True
+    path, other = path_of(folder, "work"), b"n" * 32
+    with make(folder, model=other) as engine:
+        request = Request(messages=tuple(chat.messages), conversation="work")
+        assert engine.foresee(request).problem == "made with another model"
+        chat.ask(engine, "go on")
+    with make(folder) as engine:  # its file has been set aside
+        assert engine.foresee(request).reused_tokens >= kept
+        with KVFile.open(path, identity(other)):
+            assert engine.foresee(request).problem == "locked: another goinfer-chat has this conversation open"
+            chat.ask(engine, "in use")
+    with make(folder) as engine:
+        chat.ask(engine, "free again")
+        assert engine.foresee(request, "work").reused_tokens >= kept  # from its file
+        path.unlink()
+        assert engine.foresee(request).problem is None  # in memory, and it will be written
+    with make(folder) as engine:
+        remove(path)
+        assert engine.foresee(request).problem == "file missing"
+        chat.ask(engine, "gone")
+    fork = chat.fork("fork", None)
+    with make(folder) as first, make(folder) as second:
+        for engine in (first, second, first, second, second):
+            chat.ask(engine, "in turn")
+            fork.ask(engine, "beside")
 
 
 def assert_matches(pattern: str, text: str) -> None:
