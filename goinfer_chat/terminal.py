@@ -98,10 +98,6 @@ class Stream:
             file.reconfigure(errors="replace")
 
     @property
-    def is_open(self) -> bool:
-        return self.file is not None
-
-    @property
     def size(self) -> tuple[int, int]:
         """Columns and rows: as the terminal says, else as COLUMNS and LINES do, else 80 x 24."""
         with suppress(OSError, ValueError, AttributeError):

@@ -22,11 +22,11 @@ Value = Any
 Int = Any
 """An i64 SSA value or a Python int."""
 
-I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 LANES = 16
-VF, VI, VB, VS = (ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I8, 64), ir.VectorType(I16, 32))
+VF, VI, VB = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I8, 64)
 """16 floats, 16 ints, 64 bytes and 32 shorts: the same 512 bits."""
 
 Kernel = Callable[..., None]

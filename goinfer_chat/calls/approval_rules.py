@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 from engine.errors import UsageError
 from tools import Risk, Tool
 
 FILE: Final = "approvals.json"
 NUM_PREFIX_WORDS: Final = 2
-Verdict = Literal["allow", "deny"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 
 from wcwidth import iter_graphemes, wcswidth, wcwidth
 
-TAB: Final = "    "
-
 
 class Style(NamedTuple):
     """How a run of text looks: `role` names a colour of the theme, "" is the terminal's own."""

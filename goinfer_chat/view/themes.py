@@ -84,9 +84,6 @@ def _codes(style: Style, colour: Colour | None, depth: Depth) -> str:
     return ";".join(codes)
 
 
-PLAIN_THEME: Final = Theme(MappingProxyType({}), 0)
-
-
 def theme_for(name: settings.Theme, environ: Mapping[str, str]) -> Theme:
     """The theme of that name on a terminal with this environment. `none` has bold and the like, but no colours."""
     depth = depth_of(environ)
