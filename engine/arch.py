@@ -29,11 +29,20 @@ class ArchSpec:
     name: str
     neox_rope: bool
     """Rotate pairs (d, d + half) as in GPT-NeoX; False: pairs (2 d, 2 d + 1)."""
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "relu2"] = "silu"
+    """relu2: the square of what is above 0 (So et al. 2021)."""
+    gated: bool = True
+    """down(act(gate(x)) * up(x)); False: down(act(up(x))), of GELU or relu2."""
+    norm: Literal["rms", "centred"] = "rms"
+    """centred: LayerNorm, which takes the mean away first; with a bias where the file has one."""
     pre_norms: bool = True
     """A norm on the input of attention and of the feed-forward layer."""
     post_norms: bool = False
     """A norm on the output of attention and of the feed-forward layer before it is added (Gemma 2 and 3, OLMo 2)."""
+    parallel: bool = False
+    """Where a file has no norm for the feed-forward layer, that takes what attention takes, and both are added."""
+    ffn_norm: str = "ffn_norm"
+    """What the file calls the norm on the input of the feed-forward layer."""
     whole_head_norms: bool = False
     """The norms of q and k run over all heads together (OLMo 2), not over each."""
     scale_embedding: bool = False
@@ -46,6 +55,10 @@ class ArchSpec:
     """RoPE base of the layers with a window, where it is not the model's."""
     local_rope_scaling: bool = False
     """Whether RoPE scaling is for the layers with a window too."""
+    local_rotation: bool = False
+    """Where there are layers with a window, only these have a rotary embedding."""
+    rope_sections: bool = False
+    """Pairs are rotated by one of three positions each, which are the same for text (Wang et al. 2024, "Qwen2-VL")."""
     unrotated_layers: int = 0
     """Every n-th layer has no rotary embedding (Yang et al. 2025, "RoPE to NoPE and back again"); 0: all have."""
     wide_scale_layers: int = 0
@@ -54,20 +67,27 @@ class ArchSpec:
     """Scores and logits x become cap * tanh(x / cap), with the caps of the file."""
     file_scales: bool = False
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
+    logits_multiplied: bool = False
+    """Logits are multiplied with the factor of the file (Command R)."""
 
     @property
     def traits(self) -> tuple[str, ...]:
         """What is special about it, for people."""
         said = {
             "GELU": self.activation == "gelu",
+            "squared ReLU": self.activation == "relu2",
+            "no gate": not self.gated,
+            "LayerNorm": self.norm == "centred",
             "norms after branches": self.post_norms,
             "none before": not self.pre_norms,
+            "parallel branches": self.parallel,
             "q and k normed whole": self.whole_head_norms,
             "sliding windows": self.local_layers > 0,
             "soft caps": self.soft_caps,
-            "layers without rotation": self.unrotated_layers > 0,
+            "layers without rotation": self.unrotated_layers > 0 or self.local_rotation,
             "scaled embeddings": self.scale_embedding,
             "scaled embeddings, branches, scores and logits": self.file_scales,
+            "scaled logits": self.logits_multiplied,
         }
         return tuple(words for words, is_so in said.items() if is_so)
 
@@ -112,6 +132,38 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_layers=4,
             ),
             ArchSpec(name="phi3", neox_rope=True),
+            ArchSpec(name="starcoder2", neox_rope=True, norm="centred", gated=False, activation="gelu"),
+            ArchSpec(name="stablelm", neox_rope=True, norm="centred", parallel=True),
+            ArchSpec(name="phi2", neox_rope=True, norm="centred", gated=False, activation="gelu", parallel=True),
+            ArchSpec(name="nemotron", neox_rope=True, norm="centred", gated=False, activation="relu2"),
+            ArchSpec(name="command-r", neox_rope=False, norm="centred", parallel=True, logits_multiplied=True),
+            ArchSpec(
+                name="cohere2",
+                neox_rope=False,
+                norm="centred",
+                parallel=True,
+                logits_multiplied=True,
+                local_layers=4,
+                local_rope_scaling=True,
+                local_rotation=True,
+            ),
+            ArchSpec(name="gemma", neox_rope=True, activation="gelu", scale_embedding=True),
+            ArchSpec(name="glm4", neox_rope=False, post_norms=True),
+            ArchSpec(
+                name="exaone4",
+                neox_rope=True,
+                pre_norms=False,
+                post_norms=True,
+                local_layers=4,
+                local_rope_scaling=True,
+                local_rotation=True,
+            ),
+            ArchSpec(name="seed_oss", neox_rope=True, ffn_norm="post_attention_norm"),
+            ArchSpec(name="internlm2", neox_rope=False),
+            ArchSpec(name="arcee", neox_rope=False, gated=False, activation="relu2"),
+            ArchSpec(name="ernie4_5", neox_rope=False),
+            ArchSpec(name="qwen2vl", neox_rope=True, rope_sections=True),
+            ArchSpec(name="qwen3vl", neox_rope=True, rope_sections=True),
         )
     }
 )
@@ -166,6 +218,10 @@ class ModelConfig:
     """What cosines and sines are multiplied with."""
     window: int
     """Positions a row of a local layer sees, itself included; 0: no local layers."""
+    local: tuple[bool, ...]
+    """Which layers see a window only."""
+    is_parallel: bool
+    """The feed-forward layer takes what attention takes."""
 
     @property
     def architecture(self) -> str:
@@ -173,12 +229,13 @@ class ModelConfig:
 
     def is_local(self, layer: int) -> bool:
         """Whether this layer sees a window only."""
-        every = self.arch.local_layers
-        return bool(self.window and every and layer % every < every - 1)
+        return self.local[layer]
 
     def is_rotated(self, layer: int) -> bool:
         """Whether this layer has a rotary embedding."""
         every = self.arch.unrotated_layers
+        if self.arch.local_rotation and self.window:
+            return self.is_local(layer)
         return not every or (layer + 1) % every != 0
 
     def for_context(self, num_positions: int) -> ModelConfig:
@@ -265,6 +322,7 @@ class _Reader:
         embedding = self.gguf.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
+        self._check_sections()
         self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn, rope_dim)
         name = self.gguf.metadata.get("general.name")
         context = self.integer("context_length", 2048, most=MAX_CONTEXT)
@@ -294,6 +352,8 @@ class _Reader:
             yarn=self._yarn(),
             rope_magnitude=self._rope_magnitude(scale),
             window=window,
+            local=self._local(layers) if window else (False,) * layers,
+            is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
         )
 
     def _check_sizes(
@@ -304,8 +364,8 @@ class _Reader:
         unsupported = ""
         if head_dim != value_dim:
             unsupported = f"keys of {head_dim} and values of {value_dim}"
-        elif head_dim % 16 or head_dim > 512 or rope_dim % 16:
-            unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512)"
+        elif head_dim % 16 or head_dim > 512 or rope_dim % 2:
+            unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512, and 2)"
         elif heads // kv_heads > QUERY_TILE:
             unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
         elif hidden % 32 or ffn % 32 or heads * head_dim % 32:
@@ -319,21 +379,50 @@ class _Reader:
 
         def factor(key: str, default: float) -> float:
             """0 in a file means that there is none."""
-            return (self.number(key, 0.0, least=0.0, most=1e6) if arch.file_scales else 0.0) or default
+            return self.number(key, 0.0, least=0.0, most=1e6) or default
 
         def cap(key: str, default: float) -> float:
             return self.number(key, default, least=1e-3, most=1e6) if arch.soft_caps else 0.0
 
         wide = arch.wide_scale_layers == layers
-        branch = factor("residual_scale", 1.0)
+        eps = "attention.layer_norm_rms_epsilon" if arch.norm == "rms" else "attention.layer_norm_epsilon"
+        branch = factor("residual_scale", 1.0) if arch.file_scales else 1.0
+        embedding = factor("embedding_scale", 1.0) if arch.file_scales else 1.0
+        scale = 1 / math.sqrt(hidden / heads if wide else head_dim)
+        logits = factor("logit_scale", 1.0) if arch.file_scales or arch.logits_multiplied else 1.0
         return {
-            "norm_eps": self.number("attention.layer_norm_rms_epsilon", None, least=0.0, most=1.0) / branch**2,
-            "embedding_factor": math.sqrt(hidden) if arch.scale_embedding else factor("embedding_scale", 1.0) / branch,
-            "attention_scale": factor("attention.scale", 1 / math.sqrt(hidden / heads if wide else head_dim)),
+            "norm_eps": self.number(eps, None, least=0.0, most=1.0) / branch**2,
+            "embedding_factor": math.sqrt(hidden) if arch.scale_embedding else embedding / branch,
+            "attention_scale": factor("attention.scale", scale) if arch.file_scales else scale,
             "attention_cap": cap("attn_logit_softcapping", 50.0),
-            "logit_factor": 1 / factor("logit_scale", 1.0),
+            "logit_factor": logits if arch.logits_multiplied else 1 / logits,
             "logit_cap": cap("final_logit_softcapping", 30.0),
         }
+
+    def _local(self, layers: int) -> tuple[bool, ...]:
+        """By the file's pattern, of each layer or its period, or else by the architecture's."""
+        key, every = "attention.sliding_window_pattern", self.arch.local_layers
+        given = self._value(key)
+        if isinstance(given, (np.ndarray, list)) and every:
+            if len(given) != layers or any(x not in (0, 1) for x in given):
+                raise self._bad(key, f"is not a yes or no for each of {layers} layers")
+            return tuple(bool(x) for x in given)
+        if given is not None and every:
+            every = self.integer(key, most=MAX_LAYERS)
+        return tuple(bool(every) and n % every < every - 1 for n in range(layers))
+
+    def _check_sections(self) -> None:
+        """Which position rotates a pair is all the same for text, but for the fourth, which is none."""
+        key = "rope.dimension_sections"
+        given = self._value(key)
+        if not self.arch.rope_sections or given is None:
+            return
+        if not isinstance(given, (np.ndarray, list)):
+            raise self._bad(key, "is not a list")
+        if any(x != 0 for x in given[3:]):
+            raise UnsupportedModelError(
+                f"{self.file}: {self.arch.name}.{key} has a fourth section, which is not supported"
+            )
 
     def _rope_kind(self) -> str:
         kind = self._value("rope.scaling.type")

@@ -42,6 +42,6 @@ class Buffers:
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
-        self.counters = zeroed(LINE * (16 + 14 * c.num_layers)).view(np.int64)
+        self.counters = zeroed(LINE * (16 + 18 * c.num_layers)).view(np.int64)
         numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
         self.constants = np.array(numbers, np.float32)

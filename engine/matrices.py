@@ -17,8 +17,21 @@ class LayerMatrices:
     qkv: tuple[Matrix, ...]
     """Of q, k and v, or one for all."""
     output: Matrix
-    gate_up: tuple[Matrix, Matrix]
+    gate_up: tuple[Matrix, ...]
+    """Gate and up, or up alone where nothing is gated."""
     down: Matrix
+
+
+def layer_vectors(c: ModelConfig) -> list[str]:
+    """Tensors of a layer that may be there beside the matrices: norms and biases."""
+    arch = c.arch
+    norms = ["attn_q_norm", "attn_k_norm"]
+    norms += [] if not arch.pre_norms else ["attn_norm"] if c.is_parallel else ["attn_norm", arch.ffn_norm]
+    norms += ["post_attention_norm", "post_ffw_norm"] if arch.post_norms else []
+    biases = ["attn_output", "ffn_down"] + ([] if arch.gated else ["ffn_up"])
+    biases += [] if arch.whole_head_norms else ["attn_q", "attn_k", "attn_v", "attn_qkv"]
+    biases += ["attn_norm", arch.ffn_norm] if arch.norm == "centred" else []
+    return ["attn_rot_embd.weight", *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
 
 
 class ModelMatrices:
@@ -37,7 +50,9 @@ class ModelMatrices:
             rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
             return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
 
-        def gate_up(block: str) -> tuple[Matrix, Matrix]:
+        def gate_up(block: str) -> tuple[Matrix, ...]:
+            if not c.arch.gated:
+                return (matrix(f"{block}.ffn_up", c.ffn_size, c.hidden_size),)
             # One tensor has both, the gate first, where there is none for the gate.
             fused = f"{block}.ffn_gate.weight" not in gguf.tensors
             gate = "ffn_up" if fused else "ffn_gate"
@@ -63,18 +78,15 @@ class ModelMatrices:
 
     def _check_all_is_read(self, gguf: GGUFFile) -> None:
         """Raise UnsupportedModelError for a tensor that a step would pass over: its results would silently be wrong."""
-        arch = self.config.arch
-        vectors = ["attn_rot_embd.weight", "attn_q_norm.weight", "attn_k_norm.weight"]
-        vectors += ["attn_norm.weight", "ffn_norm.weight"] if arch.pre_norms else []
-        vectors += ["post_attention_norm.weight", "post_ffw_norm.weight"] if arch.post_norms else []
-        vectors += [] if arch.whole_head_norms else ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
-        read = {m.name for m in self.all} | {f"blk.{n}.{v}" for n in range(self.config.num_layers) for v in vectors}
-        read |= {"output_norm.weight", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+        c = self.config
+        vectors = {f"blk.{n}.{v}" for n in range(c.num_layers) for v in layer_vectors(c)}
+        read = {m.name for m in self.all} | vectors | {"output_norm.weight", "output_norm.bias", "output.bias"}
+        read |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
         for name in gguf.tensors:
             if name not in read:
                 shown = "".join(x for x in name if x.isprintable())[:64]
                 raise UnsupportedModelError(
-                    f"{gguf.path.name}: tensor {shown} is of a form of {arch.name} that is not supported"
+                    f"{gguf.path.name}: tensor {shown} is of a form of {c.architecture} that is not supported"
                 )
 
     @property

@@ -55,6 +55,11 @@ class _Tensors:
         only: Floats = self.rows(name, [0])[0]
         return only
 
+    def head_norm(self, name: str) -> Floats:
+        """[D], or [H, D] where each head has its own."""
+        own = len(self._gguf.tensors[name].shape) > 1
+        return self.rows(name, range(self._gguf.tensors[name].shape[0])) if own else self.vector(name)
+
     def multiply(self, name: str, x: Floats) -> Floats:
         """[T, N] f32 = x [T, K] times the rows of a matrix."""
         return twins.matmul(self._gguf.tensors[name].type, self._rows(name), x)
@@ -75,28 +80,41 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
         cache.append((k, v))
         window = c.window if c.is_local(n) else 0
         seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap).reshape(len(ids), -1)
-        x = x + _branch(c, t, f"blk.{n}.post_attention_norm.weight", t.multiply(f"blk.{n}.attn_output.weight", seen))
-        x = x + _branch(c, t, f"blk.{n}.post_ffw_norm.weight", _feed_forward(c, t, n, x))
-    normed = twins.normed(x, t.vector("output_norm.weight") * np.float32(c.logit_factor), c.norm_eps)
+        attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
+        gated = _feed_forward(c, t, n, x if c.is_parallel else attended)
+        x = _into_stream(c, t, f"blk.{n}.ffn_down", f"blk.{n}.post_ffw_norm", gated, attended)
+    normed = _normed(c, t, "output_norm", x, c.logit_factor)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
     keys, values = (np.stack(of_layers) for of_layers in zip(*cache))
     logits = t.multiply(head, normed)
+    if "output.bias" in t:
+        logits = logits + t.vector("output.bias")
     return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, keys, values)
+
+
+def _normed(c: ModelConfig, t: _Tensors, norm: str, x: Floats, factor: float = 1.0) -> Floats:
+    weight = t.vector(f"{norm}.weight") * np.float32(factor)
+    if c.arch.norm == "rms":
+        return twins.normed(x, weight, c.norm_eps)
+    bias = t.vector(f"{norm}.bias") * np.float32(factor) if f"{norm}.bias" in t else np.zeros_like(weight)
+    return twins.centred(x, weight, bias, c.norm_eps)
 
 
 def _taken(c: ModelConfig, t: _Tensors, norm: str, x: Floats) -> Floats:
     """The stream as a branch takes it."""
-    return twins.normed(x, t.vector(norm), c.norm_eps) if c.arch.pre_norms else x
+    return _normed(c, t, norm, x) if c.arch.pre_norms else x
 
 
 def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats, Floats]:
     """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f32 of a layer."""
-    normed = _taken(c, t, f"blk.{layer}.attn_norm.weight", x)
+    normed = _taken(c, t, f"blk.{layer}.attn_norm", x)
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
     heads, names = [], ("attn_q", "attn_k", "attn_v")
-    if f"blk.{layer}.attn_qkv.weight" in t:
+    fused = f"blk.{layer}.attn_qkv"
+    if f"{fused}.weight" in t:
         ends = np.cumsum([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim])
-        computed = np.split(t.multiply(f"blk.{layer}.attn_qkv.weight", normed), ends, axis=1)
+        whole = t.multiply(f"{fused}.weight", normed)
+        computed = np.split(whole + t.vector(f"{fused}.bias") if f"{fused}.bias" in t else whole, ends, axis=1)
     else:
         computed = [t.multiply(f"blk.{layer}.{name}.weight", normed) for name in names]
     for name, y in zip(names, computed, strict=True):
@@ -105,7 +123,9 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
         if not c.arch.whole_head_norms:
             y = y.reshape(len(x), -1, c.head_dim)
         if f"blk.{layer}.{name}_norm.weight" in t:
-            y = twins.normed(y, t.vector(f"blk.{layer}.{name}_norm.weight"), c.norm_eps)
+            weight = t.head_norm(f"blk.{layer}.{name}_norm.weight")
+            centred = c.arch.norm == "centred"
+            y = twins.centred(y, weight, None, c.norm_eps) if centred else twins.normed(y, weight, c.norm_eps)
         y = y.reshape(len(x), -1, c.head_dim)
         rotated = name != "attn_v" and c.is_rotated(layer)
         heads.append(twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y)
@@ -114,15 +134,25 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:
-    normed = _taken(c, t, f"blk.{layer}.ffn_norm.weight", x)
+    """What the matrix `ffn_down` takes."""
+    normed = _taken(c, t, f"blk.{layer}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}", x)
+    if not c.arch.gated:
+        up = t.multiply(f"blk.{layer}.ffn_up.weight", normed)
+        name = f"blk.{layer}.ffn_up.bias"
+        up = up + (t.vector(name) if name in t else np.zeros(c.ffn_size, np.float32))
+        return twins.lone_gelu(up) if c.arch.activation == "gelu" else twins.lone_relu2(up)
     if f"blk.{layer}.ffn_gate.weight" in t:
         gate, up = (t.multiply(f"blk.{layer}.ffn_{name}.weight", normed) for name in ("gate", "up"))
     else:
         gate, up = np.split(t.multiply(f"blk.{layer}.ffn_up.weight", normed), 2, axis=1)
-    activation = twins.gelu if c.arch.activation == "gelu" else twins.silu
-    return t.multiply(f"blk.{layer}.ffn_down.weight", activation(gate, up))
+    return (twins.gelu if c.arch.activation == "gelu" else twins.silu)(gate, up)
 
 
-def _branch(c: ModelConfig, t: _Tensors, post_norm: str, y: Floats) -> Floats:
-    """A branch on its way into the residual stream."""
-    return twins.branch_normed(y, t.vector(post_norm), c.norm_eps) if c.arch.post_norms else y
+def _into_stream(c: ModelConfig, t: _Tensors, matrix: str, post_norm: str, y: Floats, x: Floats) -> Floats:
+    """x + matrix . y, through a norm where the architecture has one."""
+    branch = t.multiply(f"{matrix}.weight", y)
+    bias = t.vector(f"{matrix}.bias") if f"{matrix}.bias" in t else None
+    if not c.arch.post_norms:
+        return x + branch if bias is None else x + branch + bias
+    branch = branch if bias is None else branch + bias
+    return x + twins.branch_normed(branch, t.vector(f"{post_norm}.weight"), c.norm_eps)

@@ -83,23 +83,43 @@ class Program:
         cos, sin = self._config.rope_tables(self._model.max_positions, local)
         return self._keep(cos), self._keep(sin)
 
-    def _vector(self, name: str, size: int) -> int:
-        return self._keep(load_vector(self._gguf, f"{name}.weight", size))
+    def _vector(self, name: str, *shape: int) -> int:
+        return self._keep(load_vector(self._gguf, f"{name}.weight", *shape))
+
+    def _norm(self, name: str, factor: float = 1.0) -> int:
+        """Address of the weights of a norm of the stream, times a factor; LayerNorm's biases are behind them."""
+        size = self._config.hidden_size
+        values = [load_vector(self._gguf, f"{name}.weight", size)]
+        if self._config.arch.norm == "centred":
+            given = f"{name}.bias" in self._gguf.tensors
+            values.append(load_vector(self._gguf, f"{name}.bias", size) if given else np.zeros(size, np.float32))
+        return self._keep(np.concatenate(values) * np.float32(factor))
 
     def _bias(self, layer: int) -> int:
         """Address of the biases of q, k and v in a row, or 0 if there are none."""
         c = self._config
         sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+        whole = f"blk.{layer}.attn_qkv.bias"
+        if whole in self._gguf.tensors:
+            return self._keep(load_vector(self._gguf, whole, sum(sizes.values())))
         names = {x: f"blk.{layer}.attn_{x}.bias" for x in sizes}
         if not any(name in self._gguf.tensors for name in names.values()):
             return 0
         return self._keep(np.concatenate([load_vector(self._gguf, names[x], sizes[x]) for x in sizes]))
 
-    def _head_norm(self, layer: int, which: str) -> int:
-        name = f"blk.{layer}.attn_{which}_norm"
-        if self._config.arch.whole_head_norms:
-            return 0
-        return self._vector(name, self._config.head_dim) if f"{name}.weight" in self._gguf.tensors else 0
+    def _head_norms(self, layer: int) -> dict[str, int]:
+        """What HEADS has to know of the norms of q and k: StableLM 2 and Command R+ have weights for each head."""
+        c = self._config
+        found = {"centred": int(c.arch.norm == "centred")}
+        for which, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
+            name = f"blk.{layer}.attn_{which}_norm"
+            info = self._gguf.tensors.get(f"{name}.weight")
+            if info is None or c.arch.whole_head_norms:
+                continue
+            own = len(info.shape) > 1
+            found[f"{which}_norm"] = self._vector(name, *((heads, c.head_dim) if own else (c.head_dim,)))
+            found["norm_bytes"] = 4 * c.head_dim if own else 0
+        return found
 
     # ------------------------------------------------------------------ the operations
     def _add(self, code: Op, **values: int) -> None:
@@ -112,16 +132,16 @@ class Program:
         self._add(Op.EMBED, matrix=self._numbers[id(self._layers.embedding)], factor=factor)
         for n, layer in enumerate(self._layers.layers):
             self._layer(n, layer)
-        weight = load_vector(self._gguf, "output_norm.weight", c.hidden_size) * np.float32(c.logit_factor)
-        self._add(Op.NORM, activation=self._hidden, weight=self._keep(weight))
+        self._take("output_norm", c.logit_factor)
         self._multiply(self._hidden, (self._layers.head,), b.logits)
+        self._add_bias("output", b.logits, self._layers.head.num_rows)
         if c.logit_cap:
             cap, out = b.constants[4:].ctypes.data, b.logits
             self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
 
     def _layer(self, n: int, layer: LayerMatrices) -> None:
         c, b = self._config, self._buffers
-        self._take(f"blk.{n}.attn_norm")
+        self._take_for(f"blk.{n}.attn_norm")
         self._multiply(self._hidden, layer.qkv, b.qkv)
         if c.arch.whole_head_norms:
             self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads)
@@ -132,8 +152,7 @@ class Program:
         self._add(
             Op.HEADS,
             bias=self._bias(n),
-            q_norm=self._head_norm(n, "q"),
-            k_norm=self._head_norm(n, "k"),
+            **self._head_norms(n),
             cos=cos,
             sin=sin,
             half=c.rope_dim // 2 if c.is_rotated(n) else 0,
@@ -144,6 +163,8 @@ class Program:
             # K and V of every row are in the cache; only the wanted rows need what comes after.
             self._wanted = True
             self._add(Op.KEEP)
+            if c.is_parallel:
+                self._take_for(f"blk.{n}.attn_norm")  # of the rows that are left, for the feed-forward layer
         window = c.window if local else 0
         cap = b.constants[3:].ctypes.data if c.attention_cap else 0
         self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
@@ -153,20 +174,38 @@ class Program:
         share = whole if width % whole == 0 else width
         self._add(Op.MERGE, activation=self._attended, window=window, share=share)
         self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
-        self._take(f"blk.{n}.ffn_norm")
-        self._add(
-            Op.GATED,
-            activation=self._hidden,
-            second=self._gated,
-            matrix=self._numbers[id(layer.gate_up[0])],
-            gelu=int(c.arch.activation == "gelu"),
-        )
+        if not c.is_parallel:
+            self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
+        self._feed_forward(n, layer)
         self._into_stream(self._gated, layer.down, f"blk.{n}.post_ffw_norm")
 
-    def _take(self, norm: str) -> None:
-        """activation = x, through a norm where the architecture has one there."""
-        weight = self._vector(norm, self._config.hidden_size) if self._config.arch.pre_norms else 0
-        self._add(Op.NORM, activation=self._hidden, weight=weight)
+    def _feed_forward(self, n: int, layer: LayerMatrices) -> None:
+        arch = self._config.arch
+        values = {
+            "activation": self._hidden,
+            "second": self._gated,
+            "matrix": self._numbers[id(layer.gate_up[0])],
+            "gelu": int(arch.activation == "gelu"),
+        }
+        if arch.gated:
+            self._add(Op.GATED, **values)
+            return
+        name, size = f"blk.{n}.ffn_up.bias", self._config.ffn_size
+        given = name in self._gguf.tensors
+        bias = load_vector(self._gguf, name, size) if given else np.zeros(size, np.float32)
+        self._add(Op.LONE, **values, bias=self._keep(bias))
+
+    def _take(self, norm: str, factor: float = 1.0) -> None:
+        """activation = x through a norm, times a factor."""
+        centred = int(self._config.arch.norm == "centred")
+        self._add(Op.NORM, activation=self._hidden, weight=self._norm(norm, factor), centred=centred)
+
+    def _take_for(self, norm: str) -> None:
+        """activation = x as a branch takes it: through a norm where the architecture has one there."""
+        if self._config.arch.pre_norms:
+            self._take(norm)
+        else:
+            self._add(Op.NORM, activation=self._hidden)
 
     def _whole_norm(self, name: str, first: int, heads: int) -> None:
         """A norm over some heads of q, k and v together."""
@@ -193,10 +232,22 @@ class Program:
 
     def _into_stream(self, activation: int, matrix: Matrix, post_norm: str) -> None:
         """x += matrix . activation, through a norm where the architecture has one."""
-        b = self._buffers
+        b, size = self._buffers, self._config.hidden_size
+        name = matrix.name.removesuffix(".weight")
         if not self._config.arch.post_norms:
             self._multiply(activation, (matrix,), b.x, add=1)
+            self._add_bias(name, b.x, size)
             return
         self._multiply(activation, (matrix,), b.branch)
+        self._add_bias(name, b.branch, size)
         weight = self._vector(post_norm, self._config.hidden_size)
         self._add(Op.ADD_NORM, out=b.branch.ctypes.data, out_bytes=b.branch.strides[0], weight=weight)
+
+    def _add_bias(self, name: str, out: NDArray[np.float32], size: int) -> None:
+        """out += the biases of a matrix, if it has any. Rows of `out` are whole vectors, and more is added nothing."""
+        if f"{name}.bias" not in self._gguf.tensors:
+            return
+        bias = np.zeros(out.shape[1], np.float32)
+        bias[:size] = load_vector(self._gguf, f"{name}.bias", size)
+        address = self._keep(bias)
+        self._add(Op.ADD_BIAS, out=out.ctypes.data, out_bytes=out.strides[0], count=len(bias), bias=address)

@@ -125,11 +125,11 @@ class Weights:
             self._writer.join()
 
 
-def load_vector(gguf: GGUFFile, name: str, size: int) -> NDArray[np.float32]:
-    """A norm's weights or a bias [size] f32. Raises ModelFileError if it is missing or of another size."""
+def load_vector(gguf: GGUFFile, name: str, *shape: int) -> NDArray[np.float32]:
+    """A norm's weights or a bias [size] f32. Raises ModelFileError if it is missing or of another shape."""
     info = gguf.tensors.get(name)
     if info is None:
         raise ModelFileError(f"{gguf.path.name}: tensor {name} is missing")
-    if info.shape != (size,):
-        raise ModelFileError(f"{gguf.path.name}: tensor {name} is {info.shape}, and should be ({size},)")
-    return np.ascontiguousarray(dequantize(info.type, gguf.data(name)).reshape(size))
+    if info.shape != shape:
+        raise ModelFileError(f"{gguf.path.name}: tensor {name} is {info.shape}, and should be {shape}")
+    return np.ascontiguousarray(dequantize(info.type, gguf.data(name)).reshape(-1))

@@ -164,6 +164,78 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_factors": np.geomspace(1, 8, 16).tolist(),
         "metadata": {"phi3.rope.dimension_count": 32},
     },
+    "starcoder2": {
+        "architecture": "starcoder2",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 352,
+        "tensor_types": {"*attn_output*": TensorType.F16, "*ffn_down*": TensorType.Q4_1},
+    },
+    # Branches side by side, a norm with weights of its own for each head, ten pairs of a head rotated.
+    "stablelm": {
+        "architecture": "stablelm",
+        "hidden_size": 160,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 80,
+        "ffn_size": 96,
+        "num_layers": 3,
+        "tied": False,
+        "metadata": {"stablelm.rope.dimension_count": 20},
+        "tensors": {
+            f"blk.{layer}.{name}": array
+            for layer in range(3)
+            for name, array in {
+                "ffn_norm.weight": None,
+                "ffn_norm.bias": None,
+                "attn_q_norm.weight": np.linspace(0.5, 1.5, 160).reshape(2, 80),
+                "attn_k_norm.weight": np.linspace(1.5, 0.5, 80).reshape(1, 80),
+            }.items()
+        },
+    },
+    # Biases at every matrix, the head included, and a vocabulary that fills no whole vector.
+    "phi2": {
+        "architecture": "phi2",
+        "hidden_size": 256,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "ffn_size": 512,
+        "tied": False,
+        "tensor_types": TensorType.Q4_K,
+    },
+    # Five layers: the fourth sees everything and is not rotated.
+    "cohere2": {
+        "architecture": "cohere2",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "num_layers": 5,
+        "sliding_window": 41,
+    },
+    "nemotron": {
+        "architecture": "nemotron",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "tied": False,
+    },
+    "exaone4": {
+        "architecture": "exaone4",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "num_layers": 5,
+        "sliding_window": 41,
+    },
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 # Head sizes of 48 and 80 end in a run of 16 numbers in q8_0.
@@ -276,7 +348,12 @@ def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[np.ndar
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("llama", "blk.0.attn_output.bias"), ("olmo2", "blk.1.attn_q.bias"), ("phi3", "blk.0.attn_qkv.bias")],
+    [
+        ("llama", "blk.0.ffn_gate.bias"),
+        ("llama", "blk.1.attn_norm.bias"),
+        ("olmo2", "blk.1.attn_q.bias"),
+        ("phi3", "blk.0.attn_qkv.scale"),
+    ],
 )
 def test_a_tensor_that_a_step_would_pass_over_is_refused(architecture: Any, name: str, tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "more.gguf", architecture, tensors={name: np.ones(16, np.float32)})

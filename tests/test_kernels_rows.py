@@ -60,12 +60,24 @@ def test_norms_have_the_bits_of_the_twin_at_every_length(target: str) -> None:
             expected = twins.normed(x, weight, EPS)
             call("norm_vector", x, weight, f32(EPS), n)
             assert_same_bits(x, expected)
+            x = rows_of(rng, n, spread=spread) + np.float32(spread)
+            expected = twins.centred(x, weight, None, EPS)
+            call("centre_vector", x, weight, f32(EPS), n)
+            assert_same_bits(x, expected)
 
 
 def test_a_norm_gives_unit_mean_square() -> None:
     x = rows_of(np.random.default_rng(2), 5, 176, spread=37.0)
     mean_square = (twins.normed(x, np.ones(176, np.float32), 0.0).astype(np.float64) ** 2).mean(axis=-1)
     np.testing.assert_allclose(mean_square, 1.0, rtol=1e-6)
+
+
+def test_layer_norm_gives_no_mean_and_unit_variance_then_weights_and_biases() -> None:
+    x = rows_of(np.random.default_rng(2), 5, 176, spread=37.0) + np.float32(50)
+    weight, bias = np.full(176, 3, np.float32), np.full(176, 0.5, np.float32)
+    found = twins.centred(x, weight, bias, 0.0).astype(np.float64)
+    np.testing.assert_allclose(found.mean(axis=-1), 0.5, atol=1e-5)
+    np.testing.assert_allclose(found.var(axis=-1), 9.0, rtol=1e-5)
 
 
 @every_target
@@ -97,15 +109,21 @@ Source = tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]
 SOURCES: list[Source] = [
     ("plain", lambda x, y: x),
     ("norm", lambda x, y: twins.normed(x, y, EPS)),
+    # The biases lie behind the weights.
+    ("centred", lambda x, y: twins.centred(x, y[: len(x)], y[len(x) :], EPS)),
     ("silu", twins.silu),
     ("gelu", twins.gelu),
+    ("lone_gelu", lambda x, y: twins.lone_gelu(x + y)),
+    ("lone_relu2", lambda x, y: twins.lone_relu2(x + y)),
 ]
 
 
 def activate(target: str, source: str, span: int, x: np.ndarray, y: np.ndarray, pieces: list[int]) -> np.ndarray:
     """One activation row in memory, quantized in pieces that end at these blocks."""
     row = np.zeros(ActivationLayout(span).row_bytes(len(x)), np.uint8)
-    inverse = np.array([twins.inverse_rms(x, EPS)])
+    inverse = np.array([twins.inverse_rms(x, EPS), 0], np.float32)
+    if source == "centred":
+        kernels(target).call("deviation", x, len(x), f32(EPS), inverse)
     num_blocks = len(x) // max(span, 32)
     for first, last in zip([0, *pieces], [*pieces, num_blocks]):
         kernels(target).call(f"{source}_{span}", x, y, inverse, row, first, last - first, num_blocks)
@@ -124,7 +142,7 @@ def test_activations_have_the_bits_of_the_twin_in_any_pieces(source: str, twin: 
     for num_blocks, pieces in [(1, []), (2, [1]), (5, [1, 3]), (7, [0, 6])]:
         n = num_blocks * max(span, 32)
         for spread in (1e-3, 1.0, 30.0):
-            x, y = rows_of(rng, n, spread=spread), rows_of(rng, n)
+            x, y = rows_of(rng, n, spread=spread), rows_of(rng, 2 * n if source == "centred" else n)
             assert_same_bits(activate(target, source, span, x, y, pieces), expected_row(span, twin(x, y)))
 
 
@@ -166,6 +184,8 @@ def test_gates_are_the_functions_they_are_named_for() -> None:
     np.testing.assert_allclose(twins.silu(x, one), wide / (1 + np.exp(-wide)), rtol=1e-6, atol=1e-8)
     inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
     np.testing.assert_allclose(twins.gelu(x, one), 0.5 * wide * (1 + np.tanh(inner)), rtol=1e-5, atol=1e-6)
+    assert_same_bits(twins.lone_gelu(x), twins.gelu(x, one))
+    np.testing.assert_allclose(twins.lone_relu2(x), np.where(wide > 0, wide**2, 0), rtol=1e-6)
 
 
 # ---------------------------------------------------------------- heads
@@ -173,7 +193,7 @@ def test_gates_are_the_functions_they_are_named_for() -> None:
 @pytest.mark.parametrize("neox", [True, False])
 def test_rotation_has_the_bits_of_the_twin_in_both_orders_of_pairs(neox: bool, target: str) -> None:
     rng = np.random.default_rng(4)
-    for half, dim in [(8, 16), (16, 32), (24, 80), (40, 80), (64, 128)]:
+    for half, dim in [(8, 16), (16, 32), (24, 80), (40, 80), (64, 128), (1, 16), (10, 80), (7, 16)]:
         angles = rng.uniform(0, 1000, half)
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         x = rows_of(rng, dim)

@@ -20,16 +20,30 @@ from tiny_vocab import bpe_metadata, spm_metadata
 
 from engine.quant import TensorType, block_shape, dequantize
 
-Architecture = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3"]
+Architecture = Literal[
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
+    "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
+    "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl",
+]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 _PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}
-_GEMMAS = ("gemma2", "gemma3")
+_GEMMAS = ("gemma", "gemma2", "gemma3")
+_SANDWICHED = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # have norms after branches
+_CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
+_UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
+_BIASED = ("starcoder2", "phi2")  # have biases everywhere
+_QKV_BIASED = ("qwen2", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2")
+_HEAD_NORMED = ("qwen3", "qwen3vl", "gemma3", "exaone4")
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "granite": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
     "phi3": {"rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.2},
+    "command-r": {"logit_scale": 0.6},
+    "cohere2": {"logit_scale": 0.6},
+    "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0},
 }
 # Byte offsets of the float16 scale and minimum in a block, for types that `gguf` cannot quantize.
 _SCALE_OFFSETS = {
@@ -99,21 +113,40 @@ def _matrices_and_vectors(
             "ffn_up.weight": (ffn, hidden),
             "ffn_down.weight": (hidden, ffn),
         }
-        if architecture == "qwen2":
+        if architecture in _QKV_BIASED:
             block |= {"attn_q.bias": (q_size,), "attn_k.bias": (kv_size,), "attn_v.bias": (kv_size,)}
-        if architecture in ("qwen3", "gemma3"):
+        if architecture in _HEAD_NORMED:
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         if architecture == "olmo2":
             block |= {"attn_q_norm.weight": (q_size,), "attn_k_norm.weight": (kv_size,)}
+        if architecture in ("olmo2", "exaone4"):
             del block["attn_norm.weight"], block["ffn_norm.weight"]
-        if architecture in (*_GEMMAS, "olmo2"):
+        if architecture in _SANDWICHED:
             block |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
-        if architecture == "phi3":
-            block |= {"attn_qkv.weight": (q_size + 2 * kv_size, hidden), "ffn_up.weight": (2 * ffn, hidden)}
-            for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+        if architecture == "seed_oss":
+            block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
+        if architecture in ("phi2", "command-r", "cohere2"):
+            del block["ffn_norm.weight"]
+        if architecture in ("phi2", "phi3"):
+            block["attn_qkv.weight"] = (q_size + 2 * kv_size, hidden)
+            for name in ("attn_q", "attn_k", "attn_v"):
                 del block[f"{name}.weight"]
+        if architecture in ("phi3", "glm4"):
+            block["ffn_up.weight"] = (2 * ffn, hidden)
+        if architecture in ("phi3", "glm4", *_UNGATED):
+            del block["ffn_gate.weight"]
+        if architecture in _CENTRED and not architecture.startswith("co"):
+            block |= {f"{norm}.bias": (hidden,) for norm in ("attn_norm", "ffn_norm") if f"{norm}.weight" in block}
+        if architecture in _BIASED:
+            block |= {"attn_output.bias": (hidden,), "ffn_up.bias": (ffn,), "ffn_down.bias": (hidden,)}
+        if architecture == "phi2":
+            block["attn_qkv.bias"] = (q_size + 2 * kv_size,)
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (hidden,)
+    if architecture in _CENTRED and not architecture.startswith("co"):
+        shapes["output_norm.bias"] = (hidden,)
+    if architecture == "phi2":
+        shapes["output.bias"] = (vocab,)
     if not tied:
         shapes["output.weight"] = (vocab, hidden)
     return shapes
@@ -167,7 +200,7 @@ def write_tiny_model(
     `tensor_types`: one type for all matrices, or {fnmatch pattern of names: type}, first match, Q8_0 for the rest.
     Vectors are F32. hidden_size, ffn_size and num_heads * head_dim are whole blocks of the types used (256 values for
     K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
-    long contexts, and their square roots for short ones. `sliding_window`: 32 for Gemmas, none for olmo2. `vocab`: SPM
+    long contexts, and their square roots for short ones. `sliding_window`: 32 for gemma2, gemma3, cohere2. `vocab`: SPM
     for Gemmas, byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None).
     `metadata` adds or replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
     """
@@ -185,14 +218,14 @@ def write_tiny_model(
         "feed_forward_length": ffn_size,
         "attention.head_count": num_heads,
         "attention.head_count_kv": num_kv_heads,
-        "attention.layer_norm_rms_epsilon": 1e-6,
+        f"attention.layer_norm_{'' if architecture in _CENTRED else 'rms_'}epsilon": 1e-6,
         "rope.freq_base": rope_base,
     }
-    if architecture in ("llama", "granite", "smollm3", "phi3"):
+    if architecture in ("llama", "granite", "smollm3", "phi3", *_CENTRED, "internlm2", "arcee", "ernie4_5"):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
-    if architecture in ("qwen3", *_GEMMAS) or head_dim * num_heads != hidden_size:
+    if architecture in ("qwen3", "qwen3vl", *_GEMMAS) or head_dim * num_heads != hidden_size:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if sliding_window is None and architecture in _GEMMAS:
+    if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window

@@ -10,17 +10,20 @@ from engine.kernels.target import Target
 
 def kernels(target: Target) -> dict[str, Kernel]:
     """All kernels of the core module."""
-    sources: tuple[rows.Source, ...] = ("plain", "norm", "silu", "gelu")
     activations = {
-        f"{source}_{span}": rows.activate(ActivationLayout(span), source) for source in sources for span in (256, 32, 1)
+        f"{source}_{span}": rows.activate(ActivationLayout(span), source)
+        for source in rows.SOURCES
+        for span in (256, 32, 1)
     }
     return {
         **activations,
         "inverse_rms": rows.inverse_rms,
+        "deviation": rows.deviation,
         "add_normed": rows.add_normed,
         "add_vector": rows.add_vector,
         "scale_vector": rows.scale_vector,
         "norm_vector": rows.norm_vector,
+        "centre_vector": rows.centre_vector,
         "cap_vector": rows.cap_vector,
         "rotate_neox": rows.rotate(True),
         "rotate_pairs": rows.rotate(False),

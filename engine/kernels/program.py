@@ -18,7 +18,8 @@ class Op(IntEnum):
     EMBED = 0
     """x = rows of the embedding matrix, times `factor` if given."""
     NORM = 1
-    """activation = quantized x / rms(x) * weight, or x as it is if no weight is given."""
+    """activation = quantized norm of x, or x as it is if no weight is given. A norm: x / rms(x) * weight, or if
+    `centred` (x - mean) / deviation * weight + bias, the biases behind the weights."""
     MATMUL = 2
     """out = (or +=) activation times `num_matrices` matrices that share it."""
     HEADS = 3
@@ -37,6 +38,10 @@ class Op(IntEnum):
     """out = out / rms(out) * weight over `count` values of a row."""
     CAP = 10
     """out = cap * tanh(out / cap) of `count` values of a row."""
+    LONE = 11
+    """second activation = quantized act(outputs + bias): a feed-forward layer without a gate, in strips as GATED."""
+    ADD_BIAS = 12
+    """out += bias over `count` values of a row."""
 
 
 class Stored(IntEnum):
@@ -55,20 +60,22 @@ OPERATION = _record(
     "code",
     "wanted",  # 1: runs on the wanted rows only, and not at all when there are none
     "activation",  # index of the activation read (NORM, MERGE: written)
-    "second",  # GATED: index of the activation written
+    "second",  # GATED, LONE: index of the activation written
     "matrix",  # index of the first matrix
     "num_matrices",
     "out",  # address of the output [rows, ...] f32
     "out_bytes",  # bytes of an output row
     "add",  # 1: add to the output
-    "count",  # ROW_NORM, CAP: values of a row
+    "count",  # ROW_NORM, CAP, ADD_BIAS: values of a row
     "weight",  # address of a norm's weights
+    "centred",  # 1: norms are LayerNorm, 0: of the root mean square
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
     "factor",  # address of an f32, or 0
-    "gelu",  # 1: the gate's activation is GELU, 0: SiLU
-    "bias",  # HEADS: address of the bias of q, k and v, or 0
+    "gelu",  # 1: the gate's activation is GELU, 0: SiLU; LONE: 1: GELU, 0: the square of what is above 0
+    "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS: of the outputs'
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
+    "norm_bytes",  # HEADS: from one head's weights to the next one's; 0: all have the same
     "cos",  # HEADS: addresses of tables [positions, half] f32
     "sin",
     "half",  # rotated pairs of a head

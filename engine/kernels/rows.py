@@ -6,7 +6,8 @@ floats, those that are quantized multiples of the block. `twins` says each of th
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, get_args
 
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import (
@@ -25,7 +26,9 @@ from engine.kernels.ir import (
     vector,
 )
 
-Source = Literal["plain", "norm", "silu", "gelu"]
+Source = Literal["plain", "norm", "centred", "silu", "gelu", "lone_gelu", "lone_relu2"]
+"""Where the values come from that `activate` quantizes."""
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
 """2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-(linear x + cubic x^3))) (Hendrycks, Gimpel 2016)."""
@@ -34,35 +37,59 @@ TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
 
 
-def _squares(b: KernelBuilder, x: Value, n: Int) -> Value:
-    """Sum of squares of n floats: vector i goes to sum i mod 4, the four and then the lanes are added in pairs."""
+def _sum(b: KernelBuilder, x: Value, n: Int, add: Callable[[Value, Value], Value]) -> Value:
+    """A sum over n floats: vector i goes to sum i mod 4 by add(vector, sum); the four, then the lanes, in pairs."""
     slots = b.variables(4, fill(VF, 0.0))
     vectors = b.sdiv(b.int64(n), I64(16))
 
-    def add(i: int, first: Value) -> None:
+    def take(i: int, first: Value) -> None:
         v = b.read(VF, x, b.times(first, 64), 64 * i)
-        b.store(b.fmadd(v, v, b.get(slots[i], VF)), slots[i])
+        b.store(add(v, b.get(slots[i], VF)), slots[i])
 
     with b.loop(b.sdiv(vectors, I64(4))) as r:
         for i in range(4):
-            add(i, b.times(r, 4))
+            take(i, b.times(r, 4))
     whole = b.times(b.sdiv(vectors, I64(4)), 4)
     for i in range(3):  # what is left of a length that is no multiple of 64
         with b.if_then(b.icmp_signed("<", b.sum(whole, i), vectors)):
-            add(i, whole)
+            take(i, whole)
     s = [b.get(slot, VF) for slot in slots]
     return b.tree(b.fadd(b.fadd(s[0], s[1]), b.fadd(s[2], s[3])), b.fadd)
 
 
+def _inverse_root(b: KernelBuilder, squares: Value, n: Int, eps: Value) -> Value:
+    """1 / sqrt(squares / n + eps)."""
+    mean = b.fdiv(squares, b.sitofp(b.int64(n), F32))
+    return b.fdiv(F32(1.0), b.intrinsic("llvm.sqrt.f32", F32, b.fadd(mean, eps)))
+
+
 def _inverse_rms(b: KernelBuilder, x: Value, n: Int, eps: Value) -> Value:
     """1 / sqrt(mean of squares + eps)."""
-    mean = b.fdiv(_squares(b, x, n), b.sitofp(b.int64(n), F32))
-    return b.fdiv(F32(1.0), b.intrinsic("llvm.sqrt.f32", F32, b.fadd(mean, eps)))
+    return _inverse_root(b, _sum(b, x, n, lambda v, total: b.fmadd(v, v, total)), n, eps)
+
+
+def _deviation(b: KernelBuilder, x: Value, n: Int, eps: Value) -> tuple[Value, Value]:
+    """1 / sqrt(variance + eps), and the mean."""
+    mean = b.fdiv(_sum(b, x, n, b.fadd), b.sitofp(b.int64(n), F32))
+    spread = b.splat(mean)
+
+    def add(v: Value, total: Value) -> Value:
+        centred = b.fsub(v, spread)
+        return b.fmadd(centred, centred, total)
+
+    return _inverse_root(b, _sum(b, x, n, add), n, eps), mean
 
 
 def inverse_rms(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) -> None:
     """out f32 = 1 / sqrt(mean(x^2) + eps); eps is the address of an f32."""
     b.write(_inverse_rms(b, b.pointer(x), n, b.read(F32, b.pointer(eps))), b.pointer(out))
+
+
+def deviation(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) -> None:
+    """out [2] f32 = 1 / sqrt(variance(x) + eps) and mean(x); eps is the address of an f32."""
+    inverse, mean = _deviation(b, b.pointer(x), n, b.read(F32, b.pointer(eps)))
+    b.write(inverse, b.pointer(out))
+    b.write(mean, b.pointer(out), 4)
 
 
 def add_normed(b: KernelBuilder, y: Value, weight: Value, inverse: Value, out: Value, n: Value) -> None:
@@ -75,21 +102,35 @@ def add_normed(b: KernelBuilder, y: Value, weight: Value, inverse: Value, out: V
         b.write(b.fadd(b.read(VF, out, at), normed), out, at)
 
 
-def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value) -> Value:
-    """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up."""
+def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value | None) -> Value:
+    """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up; no `up`: without it."""
     z = gate
-    if source == "gelu":
+    if source != "silu":
         square = b.fmul(gate, gate)
         z = b.fmadd(b.fmul(square, gate), fill(VF, GELU_CUBIC), b.fmul(gate, fill(VF, GELU_LINEAR)))
     negative = b.fsub(fill(VF, -0.0), z)
-    return b.fmul(b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(negative))), up)
+    activated = b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(negative)))
+    return b.fmul(activated, up) if up is not None else activated
+
+
+def _lone(b: KernelBuilder, source: Source, x: Value) -> Value:
+    """gelu(x), or the square of what of x is above 0 (So et al. 2021)."""
+    if source == "lone_gelu":
+        return _gated(b, source, x, None)
+    positive = b.larger(x, fill(VF, 0.0))
+    return b.fmul(positive, positive)
 
 
 def activate(layout: ActivationLayout, source: Source) -> Kernel:
     """Quantize blocks first .. first + count of a row into an activation row of `blocks` blocks at dst.
 
-    The values are x (plain), x * inverse * y (norm: y the weights, inverse the address of an f32), or the gated
-    activation of x and y. x and y are addresses of the row's start. Floats (span 1) are taken 32 at a time.
+    The values are, with x and y addresses of the row's start:
+        plain    x
+        norm     x * inverse * y: y the weights, inverse the address of an f32
+        centred  (x - mean) * inverse * y + bias: inverse the address of both f32 (`deviation`), the biases follow y
+        silu, gelu    the gated activation of x and y
+        lone_gelu, lone_relu2    the activation of x + y, where nothing is gated: y the biases
+    Floats (span 1) are taken 32 at a time.
     """
     span = max(layout.span, 32)
 
@@ -97,7 +138,10 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
         b: KernelBuilder, x: Value, y: Value, inverse: Value, dst: Value, first: Value, count: Value, blocks: Value
     ) -> None:
         x, y, dst = b.pointer(x), b.pointer(y), b.pointer(dst)
-        factor = b.broadcast(F32, b.pointer(inverse)) if source == "norm" else None
+        normed = source in ("norm", "centred")
+        factor = b.broadcast(F32, b.pointer(inverse)) if normed else None
+        mean = b.broadcast(F32, b.pointer(inverse), 4) if source == "centred" else None
+        biases = b.times(blocks, 4 * span)
         with b.loop(count) as r:
             s = b.add(first, r)
             values = []
@@ -106,6 +150,11 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
                 v = b.read(VF, x, *at)
                 if source == "norm":
                     v = b.fmul(b.fmul(v, factor), b.read(VF, y, *at))
+                elif source == "centred":
+                    bias = b.read(VF, y, biases, *at)
+                    v = b.fmadd(b.fmul(b.fsub(v, mean), factor), b.read(VF, y, *at), bias)
+                elif source.startswith("lone_"):
+                    v = _lone(b, source, b.fadd(v, b.read(VF, y, *at)))
                 elif source != "plain":
                     v = _gated(b, source, v, b.read(VF, y, *at))
                 values.append(v)
@@ -196,6 +245,15 @@ def norm_vector(b: KernelBuilder, x: Value, weight: Value, eps: Value, n: Value)
         b.write(b.fmul(b.fmul(b.read(VF, x, at), factor), b.read(VF, weight, at)), x, at)
 
 
+def centre_vector(b: KernelBuilder, x: Value, weight: Value, eps: Value, n: Value) -> None:
+    """x = (x - mean(x)) / sqrt(variance(x) + eps) * weight in place for n floats."""
+    x, weight = b.pointer(x), b.pointer(weight)
+    factor, mean = (b.splat(v) for v in _deviation(b, x, n, b.read(F32, b.pointer(eps))))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fmul(b.fmul(b.fsub(b.read(VF, x, at), mean), factor), b.read(VF, weight, at)), x, at)
+
+
 def rotate(neox: bool) -> Kernel:
     """Rotary embedding of one head in place (Su et al. 2021): pairs (d, d + half) if neox, else (2 d, 2 d + 1).
 
@@ -220,5 +278,12 @@ def rotate(neox: bool) -> Kernel:
                 b.write(turned_v, x, at, b.times(half, 4))
             else:
                 b.write(b.pick(turned_u, turned_v, [j // 2 + 8 * (j % 2) for j in range(16)]), x, b.times(i, 64))
+        with b.loop(half, b.times(b.sdiv(half, I64(8)), 8)) as i:  # StableLM 3B has 10 pairs
+            at = b.times(i, 4)
+            first, second = (at, b.sum(at, b.times(half, 4))) if neox else (b.times(at, 2), b.sum(b.times(at, 2), 4))
+            c, s = b.read(F32, cos, at), b.read(F32, sin, at)
+            u, v = b.read(F32, x, first), b.read(F32, x, second)
+            b.write(b.fsub(b.fmul(u, c), b.fmul(v, s)), x, first)
+            b.write(b.fadd(b.fmul(u, s), b.fmul(v, c)), x, second)
 
     return emit

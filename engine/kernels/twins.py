@@ -155,19 +155,32 @@ def dequantize_row(type: TensorType, raw: NDArray[np.uint8]) -> Floats:
 
 
 # ---------------------------------------------------------------- rows
-def inverse_rms(x: Floats, eps: float) -> Floats:
-    """[...] f32 = 1 / sqrt(mean(x^2) + eps) for x [..., n]: vector i of 16 goes to sum i mod 4, ascending."""
+def _mean(x: Floats, squared: bool) -> Floats:
+    """[...] f32 of x or x^2 [..., n]: vector i of 16 goes to sum i mod 4, ascending."""
     n = x.shape[-1]
     vectors = np.zeros((*x.shape[:-1], -(-n // 64) * 64), np.float32)  # what is missing adds nothing
     vectors[..., :n] = x
     vectors = vectors.reshape(*x.shape[:-1], -1, 4, LANES)
     sums = np.zeros((*x.shape[:-1], 4, LANES), np.float32)
     for i in range(vectors.shape[-3]):
-        sums = fma32(vectors[..., i, :, :], vectors[..., i, :, :], sums)
+        v = vectors[..., i, :, :]
+        sums = fma32(v, v, sums) if squared else v + sums
     s = [sums[..., i, :] for i in range(4)]
-    mean = tree((s[0] + s[1]) + (s[2] + s[3]), np.add) / np.float32(n)
-    inverse: Floats = np.float32(1) / np.sqrt(mean + np.float32(eps))
+    mean: Floats = tree((s[0] + s[1]) + (s[2] + s[3]), np.add) / np.float32(n)
+    return mean
+
+
+def inverse_rms(x: Floats, eps: float) -> Floats:
+    """[...] f32 = 1 / sqrt(mean(x^2) + eps) for x [..., n]."""
+    inverse: Floats = np.float32(1) / np.sqrt(_mean(x, squared=True) + np.float32(eps))
     return inverse
+
+
+def centred(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+    """(x - mean) / sqrt(variance + eps) * weight + bias for x [..., n]: LayerNorm (Ba et al. 2016)."""
+    away = x - _mean(x, squared=False)[..., None]
+    scaled = away * inverse_rms(away, eps)[..., None]
+    return scaled * weight if bias is None else fma32(scaled, weight, bias)
 
 
 def normed(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -189,6 +202,18 @@ def gelu(gate: Floats, up: Floats) -> Floats:
     """gate / (1 + exp(-z)) * up with z = linear gate + cubic gate^3."""
     z = fma32(gate * gate * gate, np.float32(GELU_CUBIC), gate * np.float32(GELU_LINEAR))
     return gate / (np.float32(1) + exp(-z)) * up
+
+
+def lone_gelu(x: Floats) -> Floats:
+    """gelu(x), where nothing is gated."""
+    z = fma32(x * x * x, np.float32(GELU_CUBIC), x * np.float32(GELU_LINEAR))
+    return x / (np.float32(1) + exp(-z))
+
+
+def lone_relu2(x: Floats) -> Floats:
+    """The square of what of x is above 0."""
+    positive = larger(x, np.zeros_like(x))
+    return positive * positive
 
 
 def capped(x: Floats, cap: float) -> Floats:

@@ -147,10 +147,11 @@ def _kernel(name: str, num_args: int) -> Any:
     return _instruction(num_args, types.void, emit)
 
 
-inverse_rms = _kernel("inverse_rms", 4)
+inverse_rms, deviation = _kernel("inverse_rms", 4), _kernel("deviation", 4)
 add_normed = _kernel("add_normed", 5)
 add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
-norm_vector, cap_vector = _kernel("norm_vector", 4), _kernel("cap_vector", 3)
+norm_vector, centre_vector = _kernel("norm_vector", 4), _kernel("centre_vector", 4)
+cap_vector = _kernel("cap_vector", 3)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
 store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_value_f16", 3)
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
@@ -194,7 +195,9 @@ def _activation(source: str) -> Any:
     return activate
 
 
-activate_plain, activate_norm, activate_silu, activate_gelu = map(_activation, ("plain", "norm", "silu", "gelu"))
+activate_plain, activate_norm, activate_centred = map(_activation, ("plain", "norm", "centred"))
+activate_silu, activate_gelu = map(_activation, ("silu", "gelu"))
+activate_lone_gelu, activate_lone_relu2 = map(_activation, ("lone_gelu", "lone_relu2"))
 
 
 @compiled
@@ -206,7 +209,10 @@ def norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
         r, first = i // per_row, i % per_row
         count = min(per_row - first, end - i)
         x = c.x + r * c.x_bytes
-        if op.weight:
+        if op.centred:
+            deviation(x, c.hidden, c.eps, inverse)
+            activate_centred(act, r, x, op.weight, inverse, first, count)
+        elif op.weight:
             inverse_rms(x, c.hidden, c.eps, inverse)
             activate_norm(act, r, x, op.weight, inverse, first, count)
         else:
@@ -301,6 +307,24 @@ def gated(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
 
 
 @compiled
+def lone(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
+    act = activation_at(c.activations, op.activation)
+    result = activation_at(c.activations, op.second)
+    matrix, unit = matrix_at(c.matrices, op.matrix), result.unit
+    row_bytes, buffer = 4 * unit, c.scratch + tid * c.scratch_bytes
+    first = strip * unit // 16
+    for r in range(0, rows, GATED_ROWS):
+        count = min(GATED_ROWS, rows - r)
+        multiply(matrix, act, first, first + unit // 16, r, buffer - first * LINE, row_bytes, 0, count)
+        for j in range(count):
+            x = buffer + j * row_bytes - strip * unit * 4
+            if op.gelu:
+                activate_lone_gelu(result, r + j, x, op.bias, 0, strip, 1)
+            else:
+                activate_lone_relu2(result, r + j, x, op.bias, 0, strip, 1)
+
+
+@compiled
 def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) -> int:
     """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
     table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
@@ -363,9 +387,11 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
         if op.bias:
             add_vector(x, op.bias + h * dim * 4, dim)
         if not is_value:
-            weight = op.q_norm if is_query else op.k_norm
-            if weight:
-                norm_vector(x, weight, c.eps, dim)
+            weight, own = (op.q_norm, h) if is_query else (op.k_norm, h - c.num_heads)
+            if weight and op.centred:
+                centre_vector(x, weight + own * op.norm_bytes, c.eps, dim)
+            elif weight:
+                norm_vector(x, weight + own * op.norm_bytes, c.eps, dim)
             table = position * op.half * 4
             if op.neox:
                 rotate_neox(x, op.cos + table, op.sin + table, op.half)
@@ -533,12 +559,12 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return (rows + tall - 1) // tall * c.num_kv_heads * share
     if code == Op.MERGE:
         return rows * (activation_at(c.activations, op.activation).num_values // op.share)
-    if code == Op.GATED:
+    if code == Op.GATED or code == Op.LONE:
         result = activation_at(c.activations, op.second)
         return result.num_values // result.unit
     if code == Op.ADD_NORM:
         return rows * (c.hidden // 32)
-    if code == Op.ROW_NORM:
+    if code == Op.ROW_NORM or code == Op.ADD_BIAS:
         return rows
     if code == Op.CAP:
         return rows * ((op.count + CAP_SHARE - 1) // CAP_SHARE)
@@ -548,7 +574,7 @@ def num_units(c: Record, op: Record, rows: int) -> int:
 @compiled
 def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
-    if op.code == Op.ATTEND or op.code == Op.GATED:
+    if op.code == Op.ATTEND or op.code == Op.GATED or op.code == Op.LONE:
         return units
     if op.code == Op.MATMUL:
         # At most 256 groups each, so that the output head, which is long, ends evenly too.
@@ -577,6 +603,11 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         merge(c, op, rows, start, end)
     elif code == Op.GATED:
         gated(c, op, tid, rows, piece)
+    elif code == Op.LONE:
+        lone(c, op, tid, rows, piece)
+    elif code == Op.ADD_BIAS:
+        for r in range(start, end):
+            add_vector(op.out + r * op.out_bytes, op.bias, op.count)
     elif code == Op.ADD_NORM:
         add_norm(c, op, tid, start, end)
     elif code == Op.ROW_NORM:
