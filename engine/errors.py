@@ -20,11 +20,23 @@ the server show it.
 
 from __future__ import annotations
 
+MAX_MESSAGE = 2000
+"""Characters of a message at most."""
+
 
 class GoinferError(Exception):
-    """The root. `exit_code` is what the program returns when nothing catches it (docs/cli.md)."""
+    """The root. `exit_code` is what the program returns when nothing catches it (docs/cli.md).
+
+    Messages quote what files, servers and models say, which may be of any length: of a long one the start and the end
+    are kept.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 4 :]}"
+        super().__init__(message)
 
 
 class UsageError(GoinferError):
