@@ -149,11 +149,13 @@ class Repl:
             screen.line(text)
 
     def _edit(self, text: str) -> str:
+        self._screen.lost_track()
         with self._terminal.lent():
             return edited(text)
 
     def _shell(self, command: ShellCommand) -> None:
         self._last_shell = command.line
+        self._screen.lost_track()
         with self._terminal.lent():
             if command.hand_over:
                 output, code = run_shell_captured(command.line, self._screen.write)

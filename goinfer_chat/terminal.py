@@ -93,6 +93,7 @@ class Stream:
         self.pictures = _can_write(file, _PICTURES)
         self._status = ""
         self._at_line_start = True
+        self._rows_above, self._counted_on = 0, (0, 0)
         # A character the locale cannot write becomes "?" and never an error.
         if file is not None and hasattr(file, "reconfigure"):
             file.reconfigure(errors="replace")
@@ -114,6 +115,8 @@ class Stream:
         self.clear_status()
         self._emit(sanitize(text, terminal=self.terminal))
         self._at_line_start = text.endswith("\n")
+        if self.moves:
+            self.went_down(text.count("\n"))
 
     def end_line(self) -> None:
         """Finish the line when something stands in it."""
@@ -128,12 +131,34 @@ class Stream:
         if self.terminal:
             clean = "\n".join(_broken(line, self.size[0]) for line in clean.split("\n"))
         self._emit(f"\x1b[2m{clean}\x1b[22m\n" if dim and self.colour else clean + "\n")
+        if self.moves:
+            self.went_down(clean.count("\n") + 1)
 
-    def frame(self, sequences: str) -> None:
-        """Write what draws a part of the screen, which only `live.LiveRegion` makes: every text in it is clean."""
+    def frame(self, sequences: str, rows: int = 0) -> None:
+        """Write what draws a part of the screen, which only `live.LiveRegion` makes: every text in it is clean.
+
+        `rows`: how many of them stay above the cursor for good.
+        """
         self.clear_status()
         self._emit(sequences)
         self._at_line_start = True
+        self.went_down(rows)
+
+    @property
+    def rows_above(self) -> int:
+        """Rows of the screen above the cursor, as far as it is known: at least so many."""
+        size = self.size
+        if size != self._counted_on:  # rows were broken or joined, and nobody tells how
+            self._rows_above, self._counted_on = 0, size
+        return min(self._rows_above, size[1] - 1)
+
+    def went_down(self, rows: int) -> None:
+        """So many rows more were finished."""
+        self._rows_above = self.rows_above + rows
+
+    def lost_track(self) -> None:
+        """Somebody else has used the screen, or it was cleared: the cursor may be anywhere."""
+        self._rows_above = 0
 
     def status(self, text: str) -> None:
         """Show a passing line, in place of the last one; nothing unless the cursor may be moved.

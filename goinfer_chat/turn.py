@@ -86,37 +86,56 @@ def _put_question(agent: Agent, event: ApprovalAsked | RepeatAsked, cancel: thre
 
 
 def events_of(agent: Agent, ask: Ask, cancel: threading.Event) -> Generator[TurnEvent | None]:
-    """The events of a turn that runs in a thread of its own; None whenever TICK_SECONDS pass without one.
+    """The events of a turn that runs in a thread of its own; None whenever TICK_SECONDS pass without one, and at once
+    when the screen has changed its size.
 
     Left early, it cancels the turn and waits for the thread, though not longer than PATIENCE_SECONDS.
     """
-    items: queue.SimpleQueue[TurnEvent | BaseException | None] = queue.SimpleQueue()
+    items: queue.SimpleQueue[TurnEvent | BaseException | _Ended | None] = queue.SimpleQueue()
 
     def work() -> None:
         try:
             for event in agent.ask(ask, cancel):
                 items.put(event)
-            items.put(None)
+            items.put(_Ended())
         except BaseException as error:  # noqa: BLE001 - raised again by the reader
             items.put(error)
 
     worker = threading.Thread(target=work, name=ENGINE_THREAD, daemon=True)
     worker.start()
     try:
-        while True:
-            try:
-                item = items.get(timeout=TICK_SECONDS)
-            except queue.Empty:
-                yield None
-                continue
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        with _told_of_resizing(lambda: items.put(None)):
+            while True:
+                try:
+                    item = items.get(timeout=TICK_SECONDS)
+                except queue.Empty:
+                    item = None
+                if isinstance(item, _Ended):
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
     finally:
         cancel.set()
         worker.join(PATIENCE_SECONDS)
+
+
+class _Ended:
+    """Behind the last event of a turn."""
+
+
+@contextmanager
+def _told_of_resizing(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `tell` is called when the screen changes its size: the later rows are drawn anew, the less is known about
+    where the terminal has put them."""
+    if not hasattr(signal, "SIGWINCH"):
+        yield
+        return
+    previous = signal.signal(signal.SIGWINCH, lambda _signal, _frame: tell())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGWINCH, previous)
 
 
 def turn_is_running() -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fake_screen import XTERM, FakeScreen
 
-from goinfer_chat.view.cells import Line, Run, line_width
-from goinfer_chat.view.live import LiveRegion, reflows
+from goinfer_chat.view.cells import Line, Run, line_width, num_pieces
+from goinfer_chat.view.live import CALM_SECONDS, LiveRegion, last_that_survive, reflows, survives
 from goinfer_chat.view.themes import theme_for
 
 
@@ -14,8 +16,12 @@ def line(text: str) -> Line:
     return (Run(text),)
 
 
-def region_on(screen: FakeScreen, environ: dict[str, str] | None = None) -> LiveRegion:
-    return LiveRegion(screen.stream(), theme_for("none", XTERM), XTERM | (environ or {}))
+def region_on(
+    screen: FakeScreen, environ: dict[str, str] | None = None, clock: Callable[[], float] | None = None
+) -> LiveRegion:
+    """On a screen whose size is never a new one, unless there is a clock."""
+    never_new = iter(range(1_000_000)).__next__
+    return LiveRegion(screen.stream(), theme_for("none", XTERM), XTERM | (environ or {}), clock or never_new)
 
 
 def test_final_lines_stay_and_live_ones_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +100,68 @@ def test_where_rows_are_broken_anew_all_pieces_of_the_region_are_erased(monkeypa
     screen.raw = ""
     screen.resize(20, 24)
     region.show([], [line("z")])
-    assert "\x1b[7A\r\x1b[J" in screen.raw  # 4 + 3 + 1 rows
+    assert "\r\x1b[K" + "\x1b[A\x1b[K" * 7 in screen.raw  # 4 + 3 + 1 rows
+
+
+def test_nothing_is_live_while_the_size_goes_on_changing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    screen = FakeScreen(monkeypatch, 80, 24)
+    region = region_on(screen, clock=lambda: now)
+    region.show([], [line("live")])
+    assert not region.is_out_of_place
+    for columns in (70, 60, 50):
+        now += CALM_SECONDS / 2
+        screen.resize(columns, 24)
+        assert region.is_out_of_place == (columns == 70)
+        region.show([line(f"final {columns}")], [line("live")])
+        assert screen.lines[-1] == f"final {columns}"
+        assert region.max_rows == 0
+    now += CALM_SECONDS
+    region.show([], [line("live")])
+    assert screen.lines == ["final 70", "final 60", "final 50", "live"]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (80, 10), (200, 50), (20, 8), (40, 12)])
+def test_live_rows_survive_that_the_screen_becomes_much_smaller(columns: int, rows: int) -> None:
+    lines = [line("x" * (columns - 1))] * 60
+    num = next(number for number in range(60, -1, -1) if survives(lines[:number], (columns, rows), rows))
+    assert num > 0
+    for width, height in ((max(columns // 4, 20), rows), (max(columns // 2, 20), max(rows * 2 // 3, 8))):
+        assert num * num_pieces(lines[0], width) < height
+    assert last_that_survive(lines, (columns, rows), rows) == max(num, max(rows // 3, 2) if rows < 24 else 8)
+    assert survives([line("x")] * 3, (columns, rows), 0)
+    assert not survives([line("x" * (columns - 1))] * 3, (columns, rows), 0) or columns == 20
+
+
+def test_what_a_narrower_screen_pushes_out_is_above_the_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = FakeScreen(monkeypatch)
+    stream = screen.stream()
+    region = LiveRegion(stream, theme_for("none", XTERM), XTERM)
+    rows = [line("x" * 79), line("x" * 60)]
+    assert not region.survives(rows)
+    stream.write("a\nb\n")
+    region.show([line(str(number)) for number in range(4)], rows[1:])
+    assert stream.rows_above == 6
+    assert region.survives(rows)
+    stream.lost_track()
+    assert not region.survives(rows)
+
+
+def test_a_region_at_the_top_of_the_screen_is_erased_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = FakeScreen(monkeypatch)
+    region = region_on(screen)
+    region.show([], [line("one"), line("two")])
+    screen.raw = ""
+    region.close()
+    assert "\x1b[J" not in screen.raw
+    assert screen.lines == []
+
+
+def test_wide_characters_are_broken_as_a_terminal_does() -> None:
+    assert num_pieces(line("日本語日本語"), 5) == 3
+    assert num_pieces(line("ab日"), 3) == 2
+    assert num_pieces(line(""), 5) == 1
+    assert num_pieces(line("x" * 11), 5) == 3
 
 
 def test_a_final_line_longer_than_the_screen_is_left_to_the_terminal_to_break(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +198,7 @@ def test_a_border_behind_text_of_doubtful_width_stands_where_the_others_do(
     ("environ", "expected"),
     [
         ({"TERM": "tmux-256color", "TMUX": "/tmp/x"}, True),
+        ({"TERM": "tmux-256color"}, True),
         ({"TERM": "screen"}, False),
         ({"TERM": "xterm-256color", "TMUX": "/tmp/x"}, False),
         ({"TERM": "xterm-256color", "VTE_VERSION": "7600"}, True),

@@ -52,11 +52,11 @@ def answered(terminal: Terminal) -> None:
 def test_a_reply_taller_than_the_screen_is_there_once(start: Start) -> None:
     terminal = start([f"- item {number}\n" for number in range(40)], delay=0.03, rows=10)
     ask(terminal)
-    terminal.wait("guesses  ")
+    terminal.wait("prompt   3 tokens")
     answered(terminal)
     lines = terminal.lines
     assert [line for line in lines if "item" in line] == [f"• item {number}" for number in range(40)]
-    assert not any("guesses  " in line for line in lines)
+    assert not any("prompt   " in line for line in lines)
 
 
 def test_a_block_taller_than_the_screen_is_there_once(start: Start) -> None:

@@ -48,6 +48,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Any:
         screen = FakeScreen(monkeypatch, columns, rows)
         environ = XTERM if environ is None else environ
         stream, theme = screen.stream(environ), theme_for("dark", environ)
+        stream.went_down(rows)  # as after some turns
         return Turn(screen, LiveView(stream, theme, INFO, clock=lambda: now[0], **options), now)
 
     return begin
@@ -73,7 +74,7 @@ def test_the_figures_are_below_the_reply_while_it_runs(turn: Any) -> None:
     assert running.screen.lines == ["Hello", "38.2 tok/s | 2 tokens | TTFT 45 ms | context 37% | cache 0.0 MB"]
 
 
-@pytest.mark.parametrize(("size", "rows"), [("off", 1), ("line", 2), ("panel", 6)])
+@pytest.mark.parametrize(("size", "rows"), [("off", 1), ("line", 2), ("panel", 5)])
 def test_the_panel_has_three_sizes(turn: Any, size: str, rows: int) -> None:
     running = turn(size=lambda: size)
     running.play(PrefillProgress(3, 3, 0), TextDelta("Hello"), Progress(STATS))

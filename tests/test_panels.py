@@ -98,6 +98,14 @@ def test_the_line_shows_the_prompt_then_the_reply() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(39, "reading: 2,000 of 3,000 (67%)"), (20, "2,000 of 3,000 (67%)"), (19, "2,000 of 3,000"), (8, "2,000 o…")],
+)
+def test_a_narrow_line_shows_how_far_the_prompt_is_read(columns: int, shown: str) -> None:
+    assert plain(figures_line(reading(), columns, 3.0)).startswith(shown)
+
+
 def test_a_tool_that_runs_is_the_first_thing_in_the_line() -> None:
     assert plain(figures_line(everything(), 60, 7.0)).startswith("run␛[2J_command: runs, 1.5 s | 38.2 tok/s")
 
@@ -113,8 +121,9 @@ def test_what_is_not_known_is_not_shown() -> None:
 
 def test_the_panel_has_every_figure() -> None:
     rows = text(figures_panel(everything(), 80, 20, 7.0))
-    assert rows[0].startswith("╭─ replying, 6.0 s ─")
-    assert [row[2:-2].rstrip() for row in rows[1:-1]] == [
+    assert rows[0] == "╭─ replying, 6.0 s"
+    assert [row[0] for row in rows[1:]] == ["│"] * 5 + ["╰"]
+    assert [row[2:] for row in rows[1:]] == [
         "prompt   3,000 tokens, 1,000 reused, 2,000 prefilled",
         "reply    38.2 tok/s, 56 tokens, TTFT 1,045 ms",
         "tool     run␛[2J_command: runs, 1.5 s",
@@ -122,12 +131,11 @@ def test_the_panel_has_every_figure() -> None:
         "guesses  14 of 20 right, 70%, 1.80 tokens a step",
         "context  █████████░░░░░░░░░░░░░░░  3,056 of 8,192, 37%, cache 70.0 MB",
     ]
-    assert {len(row) for row in rows} == {80}
 
 
 def test_the_panel_of_a_prompt_being_read() -> None:
     rows = text(figures_panel(reading(), 80, 20, 3.0))
-    assert [row[2:-2].rstrip() for row in rows[1:-1]] == [
+    assert [row[2:] for row in rows[1:]] == [
         "prompt   ▒▒▒▒▒▒▒▒████████░░░░░░░░  2,000 of 3,000, 1,000 reused",
         "         500 tok/s, 2.0 s left",
         "context  ██████░░░░░░░░░░░░░░░░░░  2,000 of 8,192, 24%, cache 46.1 MB",
@@ -146,7 +154,6 @@ def test_a_panel_fits_whatever_the_size(columns: int, max_rows: int, figures: Tu
     rows = figures_panel(figures, columns, max_rows, 7.0)
     assert len(rows) <= max_rows
     assert all(line_width(row) <= columns for row in rows)
-    assert len({line_width(row) for row in rows if plain(row).startswith(("╭", "│", "╰"))}) <= 1
     assert line_width(figures_line(figures, columns, 7.0)) <= columns
 
 

@@ -93,7 +93,7 @@ class PersonAsker:
         self._screen.end_line()
         _forget_typing()
         if self._screen.moves:
-            session = PromptSession[str](output=Screen.on(self._screen.file, colour=self._screen.colour))
+            session = PromptSession[str](output=Screen.on(self._screen))
             return true_text(session.prompt(question)).strip()
         with create_app_session(output=PlainTextOutput(self._screen.file)):
             return true_text(PromptSession[str]().prompt(question)).strip()

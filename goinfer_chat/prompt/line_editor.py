@@ -61,7 +61,7 @@ class LineEditor:
             mend_pasting(source)
             self._session: PromptSession[str] = PromptSession(
                 input=source,
-                output=Screen.on(screen.file, colour=screen.colour),
+                output=Screen.on(screen),
                 completer=Completions(agent),
                 complete_while_typing=False,
                 enable_suspend=True,
@@ -89,7 +89,9 @@ class LineEditor:
         session.app.erase_when_done = False
         draft, self._draft = self._draft, Document()
         try:
-            return true_text(session.prompt("... " if inside_block else "> ", default=draft))
+            text = true_text(session.prompt("... " if inside_block else "> ", default=draft))
+            self._screen.went_down(1)
+            return text
         except KeyLine as key:
             self._draft = key.draft
             return key.line
@@ -133,6 +135,7 @@ class LineEditor:
         return toolbar(self._agent, columns) if shown else None
 
     def _edited(self, text: str) -> str:
+        self._screen.lost_track()
         try:
             return self._edit(text)
         except GoinferError as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Final, TextIO
+from typing import Final
 
 from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Attrs
+
+from goinfer_chat.terminal import Stream
 
 PASTE_MODE_ON: Final = "\x1b[?2004h"
 PASTE_MODE_OFF: Final = "\x1b[?2004l"
@@ -20,13 +22,14 @@ class Screen(Vt100_Output):
     The answer to such a question comes in as typing, late on a slow line and never in a script's pty.
     """
 
-    colour = True
+    stream: Stream
 
     @classmethod
-    def on(cls, file: TextIO, *, colour: bool) -> Screen:
-        screen = cls.from_pty(file, term=os.environ.get("TERM"))
+    def on(cls, stream: Stream) -> Screen:
+        assert stream.file is not None
+        screen = cls.from_pty(stream.file, term=os.environ.get("TERM"))
         assert isinstance(screen, cls)
-        screen.colour = colour
+        screen.stream = stream
         return screen
 
     @property
@@ -37,10 +40,14 @@ class Screen(Vt100_Output):
         """At least the prompt's own row. Without an answer the toolbar would wait for one from the terminal."""
         return 1
 
+    def erase_screen(self) -> None:
+        super().erase_screen()
+        self.stream.lost_track()
+
     def set_attributes(self, attrs: Attrs, color_depth: ColorDepth) -> None:
-        if self.colour:
+        if self.stream.colour:
             super().set_attributes(attrs, color_depth)
 
     def reset_attributes(self) -> None:
-        if self.colour:
+        if self.stream.colour:
             super().reset_attributes()

@@ -72,6 +72,18 @@ def line_width(line: Iterable[Run]) -> int:
     return sum(width(run.text) for run in line)
 
 
+def num_pieces(line: Iterable[Run], columns: int) -> int:
+    """Rows that a terminal of so many columns breaks a line into."""
+    text = plain(line)
+    if text.isascii():
+        return max(-(-len(text) // columns), 1)
+    rows, used = 1, 0
+    for cluster in iter_graphemes(text):
+        cells = width(cluster)
+        rows, used = (rows + 1, cells) if used + cells > columns else (rows, used + cells)
+    return rows
+
+
 def plain(line: Iterable[Run]) -> str:
     return "".join(run.text for run in line)
 

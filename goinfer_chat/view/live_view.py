@@ -33,7 +33,7 @@ from goinfer_chat.calls.events import (
 from goinfer_chat.settings import PanelSize
 from goinfer_chat.terminal import Stream, sanitize
 from goinfer_chat.view.cells import DIM, Line, Run, Style, wrap
-from goinfer_chat.view.live import LiveRegion
+from goinfer_chat.view.live import NARROWEST, LiveRegion
 from goinfer_chat.view.markdown_stream import MarkdownStream, RawStream, ReplyStream
 from goinfer_chat.view.panels import ToolRow, ToolStatus, TurnFigures, figures_line, figures_panel, seconds_text
 from goinfer_chat.view.render import PROGRESS_AFTER_SECONDS, closing_line
@@ -62,7 +62,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """On a screen that `moves`; `size` is asked for each frame."""
-        self._region = LiveRegion(screen, theme)
+        self._region = LiveRegion(screen, theme, clock=clock)
         self._size = size
         self._quiet = quiet
         self._clock = clock
@@ -124,7 +124,7 @@ class LiveView:
         self.tick()
 
     def tick(self) -> None:
-        if not self._ended and self._clock() >= self._next_frame:
+        if not self._ended and (self._region.is_out_of_place or self._clock() >= self._next_frame):
             self._draw()
 
     def tool(self, call: str, name: str, status: ToolStatus) -> None:
@@ -177,8 +177,8 @@ class LiveView:
         columns, max_rows = self._region.columns, self._region.max_rows
         final = self._reply.take(columns)
         text = [*self._thinking_rows(columns), *self._reply.live(columns)]
-        panel = self._panel(columns, max_rows)
-        self._region.show(final, [*text[max(len(text) - max_rows + len(panel), 0) :], *panel])
+        panel = self._panel(columns, max_rows, text)
+        self._region.show(final, [*text, *panel])
         pause = (time.thread_time() - began) / DRAWING_SHARE
         self._next_frame = self._clock() + min(max(FRAME_SECONDS, pause), LONGEST_FRAME_SECONDS)
 
@@ -189,11 +189,19 @@ class LiveView:
         rows = wrap([Run(text, Style("faint", italic=True))], columns)
         return [row.line for row in rows[-THINKING_ROWS:]]
 
-    def _panel(self, columns: int, max_rows: int) -> list[Line]:
-        """At most half of the screen. What is done at once shows none: it would only flicker."""
+    def _panel(self, columns: int, max_rows: int, text: Sequence[Line]) -> list[Line]:
+        """Below `text`; at most half of the screen. What is done at once shows none: it would only flicker."""
         now, size = self._clock(), self._size()
         if size == "off" or self._quiet or now - self._figures.started < PROGRESS_AFTER_SECONDS or not max_rows:
             return []
+        panel: list[Line] = []
+        for part in (1, 2, 4):  # shorter rows where the others would not survive that the screen becomes narrower
+            panel = self._figures_in(max(columns // part, min(columns, NARROWEST - 1)), max_rows, now, size)
+            if self._region.survives([*text[-1:], *panel]):
+                break
+        return panel
+
+    def _figures_in(self, columns: int, max_rows: int, now: float, size: PanelSize) -> list[Line]:
         if size == "line":
             return [figures_line(self._figures, columns, now)]
         return figures_panel(self._figures, columns, max(max_rows // 2, 1), now)

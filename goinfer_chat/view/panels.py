@@ -12,8 +12,8 @@ from goinfer_chat.terminal import sanitize
 from goinfer_chat.view.cells import DIM, PLAIN, Line, Run, Style, cut_line, line_width, merged, padded, width
 
 MAX_COLUMNS: Final = 100
-MIN_BORDERED_ROWS: Final = 7
-"""With less room the rows of the border are better spent on figures."""
+MIN_BORDERED_ROWS: Final = 5
+"""With less room the row of the title is better spent on figures."""
 
 LABEL: Final = 9
 BAR: Final = 24
@@ -109,7 +109,7 @@ def _now(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
         if tool.seconds is None:
             yield _tool(tool, now)
     if figures.prefill is not None and not figures.replying:
-        yield (Run(_read(figures.prefill), DIM),)
+        yield (Run(_read(figures.prefill, columns), DIM),)
         if columns >= 70:
             yield prefill_bar(figures.prefill, 16)
         yield from ((Run(text, DIM),) for text in _pace(figures, now))
@@ -131,10 +131,12 @@ def _now(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
         yield (Run(f"cache {size(figures.kv_bytes)}", DIM),)
 
 
-def _read(progress: PrefillProgress) -> str:
-    share = progress.done / max(progress.total, 1)
+def _read(progress: PrefillProgress, columns: int) -> str:
+    """As much as fits."""
+    counts, share = f"{progress.done:,} of {progress.total:,}", f"({progress.done / max(progress.total, 1):.0%})"
     reused = f", {progress.reused:,} of them reused" if progress.reused else ""
-    return f"reading the prompt: {progress.done:,} of {progress.total:,} tokens{reused} ({share:.0%})"
+    texts = (f"reading the prompt: {counts} tokens{reused} {share}", f"reading: {counts} {share}", f"{counts} {share}")
+    return next((text for text in texts if len(text) <= columns), counts)
 
 
 def _pace(figures: TurnFigures, now: float) -> Iterator[str]:
@@ -148,17 +150,22 @@ def _pace(figures: TurnFigures, now: float) -> Iterator[str]:
 
 
 def figures_panel(figures: TurnFigures, columns: int, max_rows: int, now: float) -> list[Line]:
-    """Rows of a panel with a border, or without one where that leaves too few; at most `max_rows`."""
+    """Rows of a panel with a title and an edge, or without them where that leaves too few; at most `max_rows`.
+
+    The edge is on the left alone: rows that end where their text ends are not broken when the screen becomes narrower.
+    """
     if max_rows < 2 or columns < 16:
         return [figures_line(figures, columns, now)] if max_rows else []
     columns = min(columns, MAX_COLUMNS)
     if max_rows < MIN_BORDERED_ROWS:
         return [cut_line(row, columns) for row in _rows(figures, columns, now)][:max_rows]
-    rows = list(_rows(figures, columns - 4, now))
+    rows = list(_rows(figures, columns - 2, now))[: max_rows - 1]
     title = "working" if figures.tools and not figures.replying else "reading" if not figures.replying else "replying"
     if figures.thinking and figures.replying:
         title = "thinking"
-    return boxed(rows[: max_rows - 2], columns, f"{title}, {seconds_text(now - figures.started)}")
+    head = cut_line((Run(f"╭─ {title}, {seconds_text(now - figures.started)}", DIM),), columns)
+    edges = ["│ "] * (len(rows) - 1) + ["╰ "]
+    return [head, *((Run(edge, DIM), *cut_line(row, columns - 2)) for edge, row in zip(edges, rows, strict=True))]
 
 
 def boxed(rows: Sequence[Line], columns: int, title: str) -> list[Line]:
