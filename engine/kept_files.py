@@ -157,14 +157,13 @@ class KeptFiles:
     def foresee(
         self, conversation: str, prompt_ids: Sequence[int], in_memory: int, *, goes_on: bool
     ) -> tuple[int, str | None]:
-        """How many ids of a prompt need not be evaluated, given how many are in memory; see `kept_start`."""
+        """As `kept_start`, of an open file too."""
         limit = len(prompt_ids) - 1
         file = self._files.get(conversation)
         if file and file.is_untouched and common_start(file.ids, prompt_ids, limit) <= in_memory:
             return in_memory, file.problem if conversation in self._reloaded else None
         goes_on = goes_on and 2 * in_memory < len(prompt_ids)
-        in_file, problem = kept_start(self._folder, conversation, self._identity, prompt_ids, goes_on=goes_on)
-        return max(in_memory, in_file), problem
+        return kept_start(self._folder, conversation, self._identity, prompt_ids, in_memory, goes_on=goes_on)
 
     @property
     def tok_s(self) -> float | None:
@@ -275,11 +274,18 @@ class KeptFiles:
 
 
 def kept_start(
-    folder: Path, conversation: str, identity: Identity, prompt_ids: Sequence[int], *, goes_on: bool
+    folder: Path,
+    conversation: str,
+    identity: Identity,
+    prompt_ids: Sequence[int],
+    in_memory: int = 0,
+    *,
+    goes_on: bool,
 ) -> tuple[int, str | None]:
-    """How many ids of a prompt the file of a conversation holds, all of them checked, and what is wrong with it.
+    """How many ids of a prompt need not be evaluated, and what is wrong with the conversation's file.
 
-    Nothing is changed. `goes_on`: it has replies already, so that there should be a file.
+    So many as are in memory, or as the file holds; what it holds behind those in memory is checked. Nothing is changed.
+    `goes_on`: it has replies already, so that there should be a file.
     """
     try:
         path = path_of(folder, conversation)
@@ -287,15 +293,16 @@ def kept_start(
         problem = None
         for name in names if os.path.lexists(names[1]) else names[:1]:
             with _open_patiently(name, identity) as file:
-                count = file.check(common_start(file.ids, prompt_ids, len(prompt_ids) - 1))
+                found = common_start(file.ids, prompt_ids, len(prompt_ids) - 1)
+                count = file.check(in_memory, found) if found > in_memory else 0
                 problem = file.problem
                 if file.num_bytes:
-                    return count, problem
+                    return max(in_memory, count), problem
     except KVFileError as error:
-        return 0, error.reason
+        return in_memory, error.reason
     except UsageError as error:
-        return 0, str(error)
-    return 0, None if problem == _MISSING and not goes_on else problem
+        return in_memory, str(error)
+    return in_memory, None if problem == _MISSING and not goes_on else problem
 
 
 class KeptTurn:

@@ -203,9 +203,9 @@ class _Log:
                 self._layout.scatter(packed, first - piece.start, block, slot, slot + last - first)
         return piece.right
 
-    def check(self, length: int) -> bool:
-        """Look at what nobody has looked at of the first `length` positions; False if some had to be dropped."""
-        pieces = [piece for piece in self.pieces if piece.start < length and not piece.right]
+    def check(self, length: int, first: int = 0) -> bool:
+        """Look at what nobody has looked at of positions first .. length - 1; False if some had to be dropped."""
+        pieces = [p for p in self.pieces if p.start < length and p.start + p.count > first and not p.right]
         if not pieces:
             return True
 
@@ -307,9 +307,9 @@ class KVFile:
             os.utime(log.descriptor)  # used now
         return good - first
 
-    def check(self, length: int) -> int:
-        """How many of the first `length` positions are right: all their bytes are read, and kept nowhere."""
-        if self._log is not None and not self._log.check(length):
+    def check(self, first: int, length: int) -> int:
+        """How far from `first` on, at most to `length`, positions are right: their bytes are read, and kept nowhere."""
+        if self._log is not None and not self._log.check(length, first):
             self._damaged()
         return min(length, len(self.ids))
 

@@ -639,7 +639,12 @@ def test_what_a_turn_will_cost_is_known_before_it_of_other_models_and_files_in_u
         remove(path)
         assert engine.foresee(request).problem == "file missing"
         chat.ask(engine, "gone")
+    flip(path, 500)
     fork = chat.fork("fork", None)
+    with make(folder, kv_sessions=1) as engine:  # what is damaged is in memory, and what comes behind it is not
+        short = Chat("short", chat.messages[:2], foresees=True)
+        assert short.ask(engine, "here").stats.prefill_reused_tokens == 0
+        assert chat.ask(engine, "there").stats.restored_tokens
     with make(folder) as first, make(folder) as second:
         for engine in (first, second, first, second, second):
             chat.ask(engine, "in turn")
