@@ -69,6 +69,12 @@ class ArchSpec:
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
     logits_multiplied: bool = False
     """Logits are multiplied with the factor of the file (Command R)."""
+    experts: Literal["no", "maybe", "yes"] = "no"
+    """Whether feed-forward layers are mixtures of experts; maybe: where the file has `expert_count`."""
+    normed_experts: bool = True
+    """The weights of a row's chosen experts are scaled to a sum of 1, not those of all experts."""
+    shared_expert: Literal["no", "maybe", "gated"] = "no"
+    """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row."""
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -88,6 +94,9 @@ class ArchSpec:
             "scaled embeddings": self.scale_embedding,
             "scaled embeddings, branches, scores and logits": self.file_scales,
             "scaled logits": self.logits_multiplied,
+            "experts, where the file has them": self.experts == "maybe",
+            "experts": self.experts == "yes",
+            "a shared expert": self.shared_expert == "gated",
         }
         return tuple(words for words, is_so in said.items() if is_so)
 
@@ -96,9 +105,12 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     {
         a.name: a
         for a in (
-            ArchSpec(name="llama", neox_rope=False),
+            # Mixtral is one of these, with experts.
+            ArchSpec(name="llama", neox_rope=False, experts="maybe"),
             ArchSpec(name="qwen2", neox_rope=True),
+            ArchSpec(name="qwen2moe", neox_rope=True, experts="yes", normed_experts=False, shared_expert="gated"),
             ArchSpec(name="qwen3", neox_rope=True),
+            ArchSpec(name="qwen3moe", neox_rope=True, experts="yes"),
             ArchSpec(
                 name="gemma3",
                 neox_rope=True,
@@ -122,6 +134,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 soft_caps=True,
             ),
             ArchSpec(name="granite", neox_rope=False, file_scales=True),
+            ArchSpec(name="granitemoe", neox_rope=False, file_scales=True, experts="yes", shared_expert="maybe"),
             ArchSpec(name="smollm3", neox_rope=False, unrotated_layers=4),
             ArchSpec(
                 name="olmo2",
@@ -131,6 +144,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 whole_head_norms=True,
                 local_layers=4,
             ),
+            ArchSpec(name="olmoe", neox_rope=True, whole_head_norms=True, experts="yes", normed_experts=False),
             ArchSpec(name="phi3", neox_rope=True),
             ArchSpec(name="starcoder2", neox_rope=True, norm="centred", gated=False, activation="gelu"),
             ArchSpec(name="stablelm", neox_rope=True, norm="centred", parallel=True),
@@ -170,8 +184,20 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
 
 _ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 
-MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 1024, 1 << 20, 1 << 27
+MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT, MAX_EXPERTS = 1024, 1 << 20, 1 << 27, 1024
 """Bounds that no model comes near: a file beyond them is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts: of many feed-forward layers, each row passes the few that its router chooses."""
+
+    count: int
+    chosen: int
+    """Experts that a row passes."""
+    ffn_size: int
+    scale: float
+    """What the weights of the chosen ones are multiplied with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +212,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Of a layer without experts, or of an expert that every row passes; 0: there is neither."""
+    experts: Experts | None
     vocab_size: int
     train_context_size: int
     norm_eps: float
@@ -226,6 +254,11 @@ class ModelConfig:
     @property
     def architecture(self) -> str:
         return self.arch.name
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the shared expert has a factor of its own for each row."""
+        return self.arch.shared_expert == "gated" and self.ffn_size > 0
 
     def is_local(self, layer: int) -> bool:
         """Whether this layer sees a window only."""
@@ -317,13 +350,14 @@ class _Reader:
         kv_heads = self.integer("attention.head_count_kv", heads, most=MAX_WIDTH)
         head_dim = self.integer("attention.key_length", hidden // heads, most=MAX_WIDTH)
         value_dim = self.integer("attention.value_length", head_dim, most=MAX_WIDTH)
-        ffn = self.integer("feed_forward_length", most=MAX_WIDTH)
+        ffn, experts = self._feed_forward()
         rope_dim = self.integer("rope.dimension_count", head_dim, most=head_dim)
         embedding = self.gguf.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
         self._check_sections()
-        self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn, rope_dim)
+        ffn_sizes = (ffn, experts.ffn_size) if experts else (ffn,)
+        self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn_sizes, rope_dim)
         name = self.gguf.metadata.get("general.name")
         context = self.integer("context_length", 2048, most=MAX_CONTEXT)
         scale = self._rope_scale()
@@ -340,6 +374,7 @@ class _Reader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             ffn_size=ffn,
+            experts=experts,
             vocab_size=embedding.shape[0],
             train_context_size=context,
             **self._scales(layers, hidden, heads, head_dim),
@@ -356,8 +391,38 @@ class _Reader:
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
         )
 
+    def _feed_forward(self) -> tuple[int, Experts | None]:
+        """The size of what every row passes, or 0, and the experts."""
+        arch = self.arch
+        least = 1 if arch.experts == "yes" else 0
+        count = self.integer("expert_count", None if least else 0, least=least, most=MAX_EXPERTS)
+        if count and arch.experts == "no":
+            raise UnsupportedModelError(f"{self.file}: {arch.name} with experts is not supported")
+        if not count:
+            return self.integer("feed_forward_length", most=MAX_WIDTH), None
+        size = self.integer("expert_feed_forward_length", 0, least=0, most=MAX_WIDTH)
+        # A file in which all layers have experts may leave out the size of a layer that has none.
+        common = self.integer("feed_forward_length", size or None, most=MAX_WIDTH)
+        shared = 0
+        if arch.shared_expert != "no":
+            default = common if arch.shared_expert == "gated" else 0
+            shared = self.integer("expert_shared_feed_forward_length", default, least=0, most=MAX_WIDTH)
+        return shared, Experts(
+            count=count,
+            chosen=self.integer("expert_used_count", most=count),
+            ffn_size=size or common,
+            scale=self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0,
+        )
+
     def _check_sizes(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, ffn: int, rope_dim: int
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        ffn_sizes: tuple[int, ...],
+        rope_dim: int,
     ) -> None:
         if heads % kv_heads:
             raise ModelFileError(f"{self.file}: {heads} query heads cannot share {kv_heads} KV heads evenly")
@@ -368,8 +433,9 @@ class _Reader:
             unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512, and 2)"
         elif heads // kv_heads > QUERY_TILE:
             unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
-        elif hidden % 32 or ffn % 32 or heads * head_dim % 32:
-            unsupported = f"layer sizes {hidden}, {heads * head_dim} and {ffn} (multiples of 32)"
+        elif any(size % 32 for size in (hidden, heads * head_dim, *ffn_sizes)):
+            sizes = ", ".join(map(str, (hidden, heads * head_dim, *ffn_sizes)))
+            unsupported = f"layer sizes {sizes} (multiples of 32)"
         if unsupported:
             raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
 

@@ -35,13 +35,26 @@ class Buffers:
         self.x = floats(rows, line(c.hidden_size))
         self.qkv = floats(rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
         self.attention = floats(rows, c.num_heads * c.head_dim)
-        self.branch = floats(rows, line(c.hidden_size)) if c.arch.post_norms else self.x
+        needs_branch = c.arch.post_norms or c.has_shared_gate
+        self.branch = floats(rows, line(c.hidden_size)) if needs_branch else self.x
         self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
         attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * c.head_dim) + 16 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
-        self.counters = zeroed(LINE * (16 + 18 * c.num_layers)).view(np.int64)
+        self.counters = zeroed(LINE * (16 + 20 * c.num_layers)).view(np.int64)
+        self._experts(c, rows)
         numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
+        numbers += [c.experts.scale if c.experts else 1.0]
         self.constants = np.array(numbers, np.float32)
+
+    def _experts(self, c: ModelConfig, rows: int) -> None:
+        """Where rows are sent to experts: `CONTEXT` says what each is."""
+        count, chosen = (c.experts.count, c.experts.chosen) if c.experts else (0, 0)
+        self.num_slots = rows * chosen
+        # Behind the router's products is that of a shared expert's factor.
+        self.router = np.zeros((rows, -(-count // 16) * 16 + 16), np.float32)
+        self.choices, self.slot_rows = (np.zeros(self.num_slots, np.int32) for _ in range(2))
+        self.choice_weights, self.slot_weights = (np.zeros(self.num_slots, np.float32) for _ in range(2))
+        self.expert_slots, self.expert_ends, self.busy_experts = (np.zeros(count + 1, np.int32) for _ in range(3))

@@ -11,15 +11,35 @@ from engine.weights import Matrix
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The matrices of a gated feed-forward layer, or of all experts."""
+
+    gate_up: tuple[Matrix, ...]
+    """Gate and up, or up alone where nothing is gated."""
+    down: Matrix
+
+    @property
+    def all(self) -> list[Matrix]:
+        return [*self.gate_up, self.down]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerMatrices:
     """The matrices of one layer."""
 
     qkv: tuple[Matrix, ...]
     """Of q, k and v, or one for all."""
     output: Matrix
-    gate_up: tuple[Matrix, ...]
-    """Gate and up, or up alone where nothing is gated."""
-    down: Matrix
+    dense: FeedForward | None
+    """What every row passes: the feed-forward layer, or the shared one of the experts."""
+    experts: FeedForward | None
+    router: tuple[Matrix, ...]
+    """Of the experts, and of the factor of a shared one where it has one. Empty: there are no experts."""
+
+    @property
+    def all(self) -> list[Matrix]:
+        feed_forward = [m for part in (self.dense, self.experts) if part for m in part.all]
+        return [*self.qkv, self.output, *self.router, *feed_forward]
 
 
 def layer_vectors(c: ModelConfig) -> list[str]:
@@ -41,8 +61,8 @@ class ModelMatrices:
         self.config = c
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-        def matrix(name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1)) -> Matrix:
-            return Matrix(gguf, f"{name}.weight", (rows, columns), part)
+        def matrix(name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0) -> Matrix:
+            return Matrix(gguf, f"{name}.weight", (rows, columns), part, experts)
 
         def qkv(block: str) -> tuple[Matrix, ...]:
             if f"{block}.attn_qkv.weight" in gguf.tensors:
@@ -50,28 +70,38 @@ class ModelMatrices:
             rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
             return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
 
-        def gate_up(block: str) -> tuple[Matrix, ...]:
+        def feed_forward(block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
+            down = matrix(f"{block}.ffn_down{suffix}", c.hidden_size, ffn_size, experts=experts)
             if not c.arch.gated:
-                return (matrix(f"{block}.ffn_up", c.ffn_size, c.hidden_size),)
+                return FeedForward((matrix(f"{block}.ffn_up{suffix}", ffn_size, c.hidden_size, experts=experts),), down)
             # One tensor has both, the gate first, where there is none for the gate.
-            fused = f"{block}.ffn_gate.weight" not in gguf.tensors
-            gate = "ffn_up" if fused else "ffn_gate"
+            fused = f"{block}.ffn_gate{suffix}.weight" not in gguf.tensors
+            both = "ffn_gate_up" if f"{block}.ffn_gate_up{suffix}.weight" in gguf.tensors else "ffn_up"
+            gate, up = (both, both) if fused else ("ffn_gate", "ffn_up")
             first, second = ((0, 2), (1, 2)) if fused else ((0, 1), (0, 1))
-            return (
-                matrix(f"{block}.{gate}", c.ffn_size, c.hidden_size, first),
-                matrix(f"{block}.ffn_up", c.ffn_size, c.hidden_size, second),
+            return FeedForward(
+                (
+                    matrix(f"{block}.{gate}{suffix}", ffn_size, c.hidden_size, first, experts),
+                    matrix(f"{block}.{up}{suffix}", ffn_size, c.hidden_size, second, experts),
+                ),
+                down,
             )
 
+        def layer(block: str) -> LayerMatrices:
+            dense = experts = None
+            router: tuple[Matrix, ...] = ()
+            if c.experts:
+                experts = feed_forward(block, c.experts.ffn_size, "_exps", c.experts.count)
+                router = (matrix(f"{block}.ffn_gate_inp", c.experts.count, c.hidden_size),)
+                if c.has_shared_gate:
+                    router += (matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
+            if c.ffn_size:
+                dense = feed_forward(block, c.ffn_size, "_shexp" if c.experts else "")
+            output = matrix(f"{block}.attn_output", c.hidden_size, queries)
+            return LayerMatrices(qkv(block), output, dense, experts, router)
+
         self.embedding = matrix("token_embd", c.vocab_size, c.hidden_size)
-        self.layers = [
-            LayerMatrices(
-                qkv(f"blk.{n}"),
-                matrix(f"blk.{n}.attn_output", c.hidden_size, queries),
-                gate_up(f"blk.{n}"),
-                matrix(f"blk.{n}.ffn_down", c.hidden_size, c.ffn_size),
-            )
-            for n in range(c.num_layers)
-        ]
+        self.layers = [layer(f"blk.{n}") for n in range(c.num_layers)]
         tied = "output.weight" not in gguf.tensors
         self.head = self.embedding if tied else matrix("output", c.vocab_size, c.hidden_size)
         self._check_all_is_read(gguf)
@@ -92,6 +122,4 @@ class ModelMatrices:
     @property
     def all(self) -> list[Matrix]:
         found = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
-        for layer in self.layers:
-            found += [*layer.qkv, layer.output, *layer.gate_up, layer.down]
-        return found
+        return found + [m for layer in self.layers for m in layer.all]

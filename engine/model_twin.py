@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.arch import Experts, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
 from engine.quant import row_bytes
@@ -60,9 +60,11 @@ class _Tensors:
         own = len(self._gguf.tensors[name].shape) > 1
         return self.rows(name, range(self._gguf.tensors[name].shape[0])) if own else self.vector(name)
 
-    def multiply(self, name: str, x: Floats) -> Floats:
-        """[T, N] f32 = x [T, K] times the rows of a matrix."""
-        return twins.matmul(self._gguf.tensors[name].type, self._rows(name), x)
+    def multiply(self, name: str, x: Floats, expert: int = 0) -> Floats:
+        """[T, N] f32 = x [T, K] times the rows of a matrix, or of one expert's matrix."""
+        info, rows = self._gguf.tensors[name], self._rows(name)
+        count = info.shape[0] if len(info.shape) == 3 else 1
+        return twins.matmul(info.type, rows.reshape(count, -1, rows.shape[-1])[expert], x)
 
 
 def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context_size: int | None = None) -> Step:
@@ -81,8 +83,8 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
         window = c.window if c.is_local(n) else 0
         seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap).reshape(len(ids), -1)
         attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
-        gated = _feed_forward(c, t, n, x if c.is_parallel else attended)
-        x = _into_stream(c, t, f"blk.{n}.ffn_down", f"blk.{n}.post_ffw_norm", gated, attended)
+        norm = f"blk.{n}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}"
+        x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
     normed = _normed(c, t, "output_norm", x, c.logit_factor)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
     keys, values = (np.stack(of_layers) for of_layers in zip(*cache))
@@ -133,19 +135,50 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
     return q * np.float32(c.attention_scale), k, v
 
 
-def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> Floats:
+def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:
+    """x and what the experts, and what all rows pass, make of the normed stream."""
+    block = f"blk.{layer}"
+    if c.experts:
+        x = _with_experts(c, c.experts, t, layer, normed, x)
+    if c.has_shared_gate:
+        factor = twins.sigmoid(t.multiply(f"{block}.ffn_gate_inp_shexp.weight", normed))
+        y = t.multiply(f"{block}.ffn_down_shexp.weight", _inner(c, t, layer, "_shexp", normed))
+        return twins.fma32(y, factor, x)
+    if c.ffn_size:
+        suffix = "_shexp" if c.experts else ""
+        inner = _inner(c, t, layer, suffix, normed)
+        return _into_stream(c, t, f"{block}.ffn_down{suffix}", f"{block}.post_ffw_norm", inner, x)
+    return x
+
+
+def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats, expert: int = 0) -> Floats:
     """What the matrix `ffn_down` takes."""
-    normed = _taken(c, t, f"blk.{layer}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}", x)
+    block = f"blk.{layer}.ffn"
     if not c.arch.gated:
-        up = t.multiply(f"blk.{layer}.ffn_up.weight", normed)
-        name = f"blk.{layer}.ffn_up.bias"
+        up = t.multiply(f"{block}_up.weight", normed)
+        name = f"{block}_up.bias"
         up = up + (t.vector(name) if name in t else np.zeros(c.ffn_size, np.float32))
         return twins.lone_gelu(up) if c.arch.activation == "gelu" else twins.lone_relu2(up)
-    if f"blk.{layer}.ffn_gate.weight" in t:
-        gate, up = (t.multiply(f"blk.{layer}.ffn_{name}.weight", normed) for name in ("gate", "up"))
+    if f"{block}_gate{suffix}.weight" in t:
+        gate, up = (t.multiply(f"{block}_{name}{suffix}.weight", normed, expert) for name in ("gate", "up"))
     else:
-        gate, up = np.split(t.multiply(f"blk.{layer}.ffn_up.weight", normed), 2, axis=1)
+        fused = "gate_up" if f"{block}_gate_up{suffix}.weight" in t else "up"
+        gate, up = np.split(t.multiply(f"{block}_{fused}{suffix}.weight", normed, expert), 2, axis=1)
     return (twins.gelu if c.arch.activation == "gelu" else twins.silu)(gate, up)
+
+
+def _with_experts(c: ModelConfig, e: Experts, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:
+    """x and what each row's experts make of it, added in the order of their numbers."""
+    logits = t.multiply(f"blk.{layer}.ffn_gate_inp.weight", normed)
+    experts, weights = twins.choose(logits, e.chosen, c.arch.normed_experts, e.scale)
+    x = x.copy()
+    for expert in range(e.count):
+        rows, ranks = np.nonzero(experts == expert)
+        if len(rows):
+            inner = _inner(c, t, layer, "_exps", normed[rows], expert)
+            y = t.multiply(f"blk.{layer}.ffn_down_exps.weight", inner, expert)
+            x[rows] = twins.fma32(y, weights[rows, ranks, None], x[rows])
+    return x
 
 
 def _into_stream(c: ModelConfig, t: _Tensors, matrix: str, post_norm: str, y: Floats, x: Floats) -> Floats:

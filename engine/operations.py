@@ -12,7 +12,7 @@ from engine.buffers import LINE
 from engine.gguf_file import GGUFFile
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Op
-from engine.matrices import LayerMatrices
+from engine.matrices import FeedForward, LayerMatrices
 from engine.weights import Matrix, load_vector, zeroed
 
 if TYPE_CHECKING:
@@ -29,11 +29,18 @@ class Program:
         c, layers = self._config, self._layers
         self._numbers = {id(m): n for n, m in enumerate(layers.all)}
         self.matrices = np.array([self._matrix(m) for m in layers.all], MATRIX)
-        readers_hidden = [layers.head] + [m for y in layers.layers for m in (*y.qkv, *y.gate_up)]
+        dense = [y.dense for y in layers.layers if y.dense]
+        experts = [y.experts for y in layers.layers if y.experts]
+        readers_hidden = [layers.head] + [m for y in layers.layers for m in (*y.qkv, *y.router)]
+        readers_hidden += [m for part in (*dense, *experts) for m in part.gate_up]
         self._activations: list[tuple[int, ...]] = []
-        self._hidden = self._activation(c.hidden_size, readers_hidden)
-        self._attended = self._activation(c.num_heads * c.head_dim, [y.output for y in layers.layers])
-        self._gated = self._activation(c.ffn_size, [y.down for y in layers.layers])
+        rows, slots = model.max_rows, self._buffers.num_slots
+        self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
+        self._attended = self._activation(c.num_heads * c.head_dim, [y.output for y in layers.layers], rows)
+        self._gated = self._activation(c.ffn_size, [part.down for part in dense], rows)
+        if c.experts:
+            self._gathered = self._activation(c.hidden_size, [m for part in experts for m in part.gate_up], slots)
+            self._expert_gated = self._activation(c.experts.ffn_size, [part.down for part in experts], slots)
         self.activations = np.array(self._activations, ACTIVATION)
         self._rope = {local: self._rope_tables(local) for local in {c.is_local(n) for n in range(c.num_layers)}}
         self._operations: list[dict[str, int]] = []
@@ -56,6 +63,7 @@ class Program:
         offset = {
             "attn_k": c.num_heads * c.head_dim,
             "attn_v": (c.num_heads + c.num_kv_heads) * c.head_dim,
+            "ffn_gate_inp_shexp": self._buffers.router.shape[1] - 16,
         }.get(name, 0)
         return (
             self._model.weights.memory.ctypes.data + m.offset,
@@ -68,14 +76,14 @@ class Program:
             4 * offset,
         )
 
-    def _activation(self, num_values: int, readers: list[Matrix]) -> int:
+    def _activation(self, num_values: int, readers: list[Matrix], rows: int) -> int:
         """Number of a new activation in every layout that its readers multiply with."""
         spans = {layout_for(m.fmt).span for m in readers}
         unit = next(u for u in (256, 64, 32) if num_values % u == 0)
         record: list[int] = [num_values, unit]
         for span in (256, 32, 1):
             size = ActivationLayout(span).row_bytes(num_values)
-            record += [self._keep(zeroed(self._model.max_rows * size)) if span in spans else 0, size]
+            record += [self._keep(zeroed(rows * size)) if span in spans else 0, size]
         self._activations.append(tuple(record))
         return len(self._activations) - 1
 
@@ -176,24 +184,57 @@ class Program:
         self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
         if not c.is_parallel:
             self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
-        self._feed_forward(n, layer)
-        self._into_stream(self._gated, layer.down, f"blk.{n}.post_ffw_norm")
+        if layer.experts:
+            self._experts(layer, layer.experts)
+        if layer.dense:
+            self._dense(n, layer.dense)
 
-    def _feed_forward(self, n: int, layer: LayerMatrices) -> None:
-        arch = self._config.arch
-        values = {
-            "activation": self._hidden,
-            "second": self._gated,
-            "matrix": self._numbers[id(layer.gate_up[0])],
-            "gelu": int(arch.activation == "gelu"),
-        }
-        if arch.gated:
-            self._add(Op.GATED, **values)
+    def _dense(self, n: int, part: FeedForward) -> None:
+        """The feed-forward layer that every row passes."""
+        self._gate(Op.GATED if self._config.arch.gated else Op.LONE, self._hidden, self._gated, part, self._up_bias(n))
+        if not self._config.has_shared_gate:
+            self._into_stream(self._gated, part.down, f"blk.{n}.post_ffw_norm")
             return
+        out, router = self._buffers.branch, self._buffers.router
+        self._multiply(self._gated, (part.down,), out)
+        factor = router[0, router.shape[1] - 16 :].ctypes.data
+        out_place = {"out": out.ctypes.data, "out_bytes": out.strides[0]}
+        self._add(Op.ADD_GATED, **out_place, factor=factor, factor_bytes=router.strides[0])
+
+    def _experts(self, layer: LayerMatrices, part: FeedForward) -> None:
+        """x += what the chosen experts make of each row."""
+        x, router = self._buffers.x, self._buffers.router
+        self._multiply(self._hidden, layer.router, router)
+        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0])
+        self._add(Op.GROUP)
+        self._add(Op.GATHER, activation=self._hidden, second=self._gathered)
+        self._gate(Op.EXPERTS_GATED, self._gathered, self._expert_gated, part)
+        self._add(
+            Op.EXPERTS_DOWN,
+            activation=self._expert_gated,
+            matrix=self._numbers[id(part.down)],
+            num_matrices=1,
+            out=x.ctypes.data,
+            out_bytes=x.strides[0],
+        )
+
+    def _gate(self, op: Op, activation: int, second: int, part: FeedForward, bias: int = 0) -> None:
+        self._add(
+            op,
+            activation=activation,
+            second=second,
+            matrix=self._numbers[id(part.gate_up[0])],
+            gelu=int(self._config.arch.activation == "gelu"),
+            bias=bias,
+        )
+
+    def _up_bias(self, n: int) -> int:
+        """Address of the bias of a layer that is not gated, zeros if there is none; 0 for gated ones."""
+        if self._config.arch.gated:
+            return 0
         name, size = f"blk.{n}.ffn_up.bias", self._config.ffn_size
         given = name in self._gguf.tensors
-        bias = load_vector(self._gguf, name, size) if given else np.zeros(size, np.float32)
-        self._add(Op.LONE, **values, bias=self._keep(bias))
+        return self._keep(load_vector(self._gguf, name, size) if given else np.zeros(size, np.float32))
 
     def _take(self, norm: str, factor: float = 1.0) -> None:
         """activation = x through a norm, times a factor."""

@@ -15,7 +15,7 @@ from engine.errors import ModelFileError, OutOfMemoryError
 from engine.gguf_file import GGUFFile
 from engine.kernels.formats import FORMATS, ROWS, WeightFormat, lay_out
 from engine.kernels.matmul import PREFETCH_BYTES
-from engine.quant import dequantize
+from engine.quant import dequantize, row_bytes
 
 PAGE = 4096
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -37,35 +37,44 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class Matrix:
-    """A weight matrix [num_rows, num_columns]: where its groups lie and in which format."""
+    """A weight matrix [num_rows, num_columns], or one for each of `count` experts, one after the other: where its
+    groups lie and in which format."""
 
-    def __init__(self, gguf: GGUFFile, name: str, shape: tuple[int, int], part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, gguf: GGUFFile, name: str, shape: tuple[int, int], part: tuple[int, int] = (0, 1), experts: int = 0
+    ) -> None:
         """Check the tensor against the shape the architecture asks for. Raises ModelFileError.
 
-        part (i, n): the matrix is the i-th of n equal stretches of rows of the tensor.
+        part (i, n): the matrix is the i-th of n equal stretches of rows of the tensor, or of each expert's share of it.
         """
         info = gguf.tensors.get(name)
         if info is None:
             raise ModelFileError(f"{gguf.path.name}: tensor {name} is missing")
-        whole = (part[1] * shape[0], shape[1])
+        whole: tuple[int, ...] = (part[1] * shape[0], shape[1])
+        if experts:
+            whole = (experts, *whole)
+        elif shape[0] == 1 and info.shape == shape[1:]:
+            whole = info.shape  # a single row may be written as a vector
         if info.shape != whole:
             raise ModelFileError(
                 f"{gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for {whole}"
             )
         self.name = name
         self.fmt: WeightFormat = FORMATS[info.type]
+        self.count = experts or 1
         self.num_rows, self.num_columns = shape
         self.first_row = part[0] * shape[0]
         if self.num_columns % self.fmt.span:
             raise ModelFileError(f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values in blocks")
         self.num_blocks = self.num_columns // self.fmt.span
         self.num_groups = -(-self.num_rows // ROWS)
+        """Of one expert, where there are several."""
         self.group_bytes = self.fmt.group_bytes(self.num_blocks)
         self.offset = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.num_groups * self.group_bytes
+        return self.count * self.num_groups * self.group_bytes
 
 
 class Weights:
@@ -104,13 +113,14 @@ class Weights:
         self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
     ) -> None:
         def place(m: Matrix) -> int:
-            whole = gguf.data(m.name).reshape(gguf.tensors[m.name].shape[0], -1)
-            raw = whole[m.first_row : m.first_row + m.num_rows]
-            out = self.memory[m.offset : m.offset + m.num_bytes].reshape(m.num_groups, m.group_bytes)
+            whole = gguf.data(m.name).reshape(m.count, -1, row_bytes(m.fmt.type, m.num_columns))
+            groups = self.memory[m.offset : m.offset + m.num_bytes].reshape(m.count, m.num_groups, m.group_bytes)
             # In strips that stay in the cache between being read and being written.
             strip = max(1, (1 << 20) // m.group_bytes)
-            for g in range(0, m.num_groups, strip):
-                lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
+            for expert, out in zip(whole, groups, strict=True):
+                raw = expert[m.first_row : m.first_row + m.num_rows]
+                for g in range(0, m.num_groups, strip):
+                    lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
             gguf.forget(m.name)
             return m.num_bytes
 

@@ -88,6 +88,11 @@ CASES: dict[str, dict[str, Any]] = {
     "internlm2": {"architecture": "internlm2", "tied": False},
     "llama-linear": with_keys("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
     "llama-factors": {"architecture": "llama", "rope_factors": FACTORS},
+    "mixtral": {"architecture": "llama", "experts": 8},
+    "qwen2moe": {"architecture": "qwen2moe", "tied": False, "expert_ffn_size": 64, "experts_used": 4},
+    "qwen3moe": {"architecture": "qwen3moe", "expert_ffn_size": 64, "experts": 9},
+    "olmoe": {"architecture": "olmoe", "tied": False, "num_kv_heads": 4},
+    "granitemoe-shared": {"architecture": "granitemoe", "shared_ffn_size": 64},
     "qwen2-yarn": with_keys("qwen2", YARN, head_dim=32, hidden_size=128),
 }
 

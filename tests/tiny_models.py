@@ -23,22 +23,24 @@ from engine.quant import TensorType, block_shape, dequantize
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
-    "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl",
+    "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
-_PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}
+_PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe")  # always have experts
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 _SANDWICHED = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # have norms after branches
 _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
-_QKV_BIASED = ("qwen2", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2")
-_HEAD_NORMED = ("qwen3", "qwen3vl", "gemma3", "exaone4")
+_QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2")
+_HEAD_NORMED = ("qwen3", "qwen3moe", "qwen3vl", "gemma3", "exaone4")
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "granite": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
+    "granitemoe": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
     "phi3": {"rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.2},
     "command-r": {"logit_scale": 0.6},
     "cohere2": {"logit_scale": 0.6},
@@ -82,6 +84,8 @@ def random_blocks(
 
 
 def _type_of(name: str, types: TensorType | Mapping[str, TensorType]) -> TensorType:
+    if ".ffn_gate_inp" in name:
+        return TensorType.F32  # as the converter keeps routers
     if isinstance(types, TensorType):
         return types
     return next((type for pattern, type in types.items() if fnmatch.fnmatchcase(name, pattern)), TensorType.Q8_0)
@@ -98,6 +102,9 @@ def _matrices_and_vectors(
     ffn: int,
     vocab: int,
     tied: bool,
+    experts: int,
+    expert_ffn: int,
+    shared_ffn: int,
 ) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape (rows, columns) or (length,), in the order of a converted file."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden)}
@@ -117,7 +124,7 @@ def _matrices_and_vectors(
             block |= {"attn_q.bias": (q_size,), "attn_k.bias": (kv_size,), "attn_v.bias": (kv_size,)}
         if architecture in _HEAD_NORMED:
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
-        if architecture == "olmo2":
+        if architecture in ("olmo2", "olmoe"):
             block |= {"attn_q_norm.weight": (q_size,), "attn_k_norm.weight": (kv_size,)}
         if architecture in ("olmo2", "exaone4"):
             del block["attn_norm.weight"], block["ffn_norm.weight"]
@@ -141,6 +148,18 @@ def _matrices_and_vectors(
             block |= {"attn_output.bias": (hidden,), "ffn_up.bias": (ffn,), "ffn_down.bias": (hidden,)}
         if architecture == "phi2":
             block["attn_qkv.bias"] = (q_size + 2 * kv_size,)
+        if experts:
+            block |= {
+                "ffn_gate_inp.weight": (experts, hidden),
+                "ffn_gate_exps.weight": (experts, expert_ffn, hidden),
+                "ffn_up_exps.weight": (experts, expert_ffn, hidden),
+                "ffn_down_exps.weight": (experts, hidden, expert_ffn),
+            }
+            for name in ("ffn_gate", "ffn_up", "ffn_down"):
+                del block[f"{name}.weight"]
+                shape = (hidden, shared_ffn) if name == "ffn_down" else (shared_ffn, hidden)
+                block |= {f"{name}_shexp.weight": shape} if shared_ffn else {}
+            block |= {"ffn_gate_inp_shexp.weight": (hidden,)} if architecture == "qwen2moe" else {}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (hidden,)
     if architecture in _CENTRED and not architecture.startswith("co"):
@@ -194,6 +213,10 @@ def write_tiny_model(
     tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
     metadata: Mapping[str, Any] | None = None,
     split_max_tensors: int = 0,
+    experts: int | None = None,
+    experts_used: int = 2,
+    expert_ffn_size: int | None = None,
+    shared_ffn_size: int | None = None,
 ) -> Path:
     """Write the model and return its path, of the first shard when `split_max_tensors` makes it a split set.
 
@@ -202,6 +225,8 @@ def write_tiny_model(
     K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
     long contexts, and their square roots for short ones. `sliding_window`: 32 for gemma2, gemma3, cohere2. `vocab`: SPM
     for Gemmas, byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None).
+    `experts`: 6 where the architecture has some, and for llama as many as are asked for; `expert_ffn_size` is their
+    size, and `shared_ffn_size` that of the shared one: for qwen2moe, and for granitemoe where it is given.
     `metadata` adds or replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
     """
     vocab = vocab or ("spm" if architecture in _GEMMAS else "bpe")
@@ -210,6 +235,10 @@ def write_tiny_model(
     else:
         vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
+
+    experts = (6 if architecture in _MIXTURES else 0) if experts is None else experts
+    expert_ffn_size = expert_ffn_size or ffn_size
+    shared_ffn_size = shared_ffn_size or (ffn_size if architecture == "qwen2moe" else 0)
 
     keys: dict[str, Any] = {
         "context_length": context_size,
@@ -221,14 +250,32 @@ def write_tiny_model(
         f"attention.layer_norm_{'' if architecture in _CENTRED else 'rms_'}epsilon": 1e-6,
         "rope.freq_base": rope_base,
     }
-    if architecture in ("llama", "granite", "smollm3", "phi3", *_CENTRED, "internlm2", "arcee", "ernie4_5"):
+    if architecture in (
+        "llama",
+        "granite",
+        "granitemoe",
+        "smollm3",
+        "phi3",
+        *_CENTRED,
+        "internlm2",
+        "arcee",
+        "ernie4_5",
+    ):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
-    if architecture in ("qwen3", "qwen3vl", *_GEMMAS) or head_dim * num_heads != hidden_size:
+    if architecture in ("qwen3", "qwen3moe", "qwen3vl", *_GEMMAS) or head_dim * num_heads != hidden_size:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window
+    if experts:
+        keys |= {"expert_count": experts, "expert_used_count": experts_used}
+        if architecture in ("qwen2moe", "qwen3moe"):
+            keys["expert_feed_forward_length"] = expert_ffn_size
+        else:
+            keys["feed_forward_length"] = expert_ffn_size
+        if shared_ffn_size:
+            keys["expert_shared_feed_forward_length"] = shared_ffn_size
     keys |= _EXTRA_KEYS.get(architecture, {})
     values: dict[str, Any] = {
         "general.architecture": architecture,
@@ -250,13 +297,17 @@ def write_tiny_model(
         ffn=ffn_size,
         vocab=vocab_size,
         tied=tied,
+        experts=experts,
+        expert_ffn=expert_ffn_size,
+        shared_ffn=shared_ffn_size,
     )
     stored: dict[str, tuple[TensorType, NDArray[np.uint8]]] = {}
     for name, shape in shapes.items():
         # Seeded by name: a tensor's values do not depend on which other tensors the file has.
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if len(shape) == 1:
-            vector = rng.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype("<f4")
+            middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
+            vector = rng.normal(middle, 0.1, shape).astype("<f4")
             stored[name] = TensorType.F32, vector.view(np.uint8)
         else:
             # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kernels import attention, kv_types, rows
+from engine.kernels import attention, kv_types, routing, rows
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
 from engine.kernels.target import Target
@@ -20,6 +20,9 @@ def kernels(target: Target) -> dict[str, Kernel]:
         "inverse_rms": rows.inverse_rms,
         "deviation": rows.deviation,
         "add_normed": rows.add_normed,
+        "add_scaled": rows.add_scaled,
+        "add_gated": rows.add_gated,
+        "choose": routing.choose,
         "add_vector": rows.add_vector,
         "scale_vector": rows.scale_vector,
         "norm_vector": rows.norm_vector,

@@ -42,6 +42,18 @@ class Op(IntEnum):
     """second activation = quantized act(outputs + bias): a feed-forward layer without a gate, in strips as GATED."""
     ADD_BIAS = 12
     """out += bias over `count` values of a row."""
+    ROUTE = 13
+    """Which experts each row passes and with which weights, from the router's products in `out`."""
+    GROUP = 14
+    """The (row, expert) pairs sorted by expert, and for each expert by row: a slot for each."""
+    GATHER = 15
+    """second activation, a row for each slot, = the activation's rows."""
+    EXPERTS_GATED = 16
+    """GATED of each expert's slots with its matrices."""
+    EXPERTS_DOWN = 17
+    """out += weight * (activation times the expert's matrix), for each row the experts in ascending order."""
+    ADD_GATED = 18
+    """x += out * sigmoid(the f32 at `factor`, `factor_bytes` from row to row)."""
 
 
 class Stored(IntEnum):
@@ -71,6 +83,7 @@ OPERATION = _record(
     "centred",  # 1: norms are LayerNorm, 0: of the root mean square
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
     "factor",  # address of an f32, or 0
+    "factor_bytes",
     "gelu",  # 1: the gate's activation is GELU, 0: SiLU; LONE: 1: GELU, 0: the square of what is above 0
     "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS: of the outputs'
     "q_norm",  # HEADS: address of the norm's weights, or 0
@@ -90,7 +103,7 @@ MATRIX = _record(
     "multiply",  # address of the format's matmul kernel
     "row",  # address of its dequantize_row kernel
     "group_bytes",
-    "num_groups",
+    "num_groups",  # of one expert, where there are several
     "num_blocks",
     "span",
     "out_offset",  # bytes in the output row where this matrix's outputs start
@@ -146,6 +159,18 @@ CONTEXT = _record(
     "state_slots",  # parts a query may have
     "scratch",
     "scratch_bytes",  # of one thread
+    # mixtures of experts
+    "num_experts",
+    "num_chosen",  # experts that a row passes
+    "expert_sum",  # 1: weights are divided by the sum of those of the chosen experts, 0: of all
+    "expert_scale",  # address of an f32: what they are multiplied with then
+    "choices",  # int32 [rows, num_chosen]: experts, the best first
+    "choice_weights",  # f32 [rows, num_chosen]
+    "expert_slots",  # int32 [num_experts + 1]: an expert's first slot
+    "expert_ends",  # int32 [num_experts]: behind its last slot
+    "busy_experts",  # int32 [num_experts + 1]: the experts that have slots, ascending, then -1
+    "slot_rows",  # int32 [rows * num_chosen]
+    "slot_weights",  # f32 [rows * num_chosen]
     # the threads
     "num_threads",
     "generation",  # address of a counter: steps started

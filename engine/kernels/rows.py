@@ -102,6 +102,25 @@ def add_normed(b: KernelBuilder, y: Value, weight: Value, inverse: Value, out: V
         b.write(b.fadd(b.read(VF, out, at), normed), out, at)
 
 
+def add_scaled(b: KernelBuilder, y: Value, factor: Value, out: Value, n: Value) -> None:
+    """out += y * factor (the address of an f32), rounded once, for n floats."""
+    y, out = b.pointer(y), b.pointer(out)
+    k = b.broadcast(F32, b.pointer(factor))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fmadd(b.read(VF, y, at), k, b.read(VF, out, at)), out, at)
+
+
+def add_gated(b: KernelBuilder, y: Value, gate: Value, out: Value, n: Value) -> None:
+    """out += y * sigmoid(gate) (the address of an f32), rounded once, for n floats."""
+    y, out, one = b.pointer(y), b.pointer(out), fill(VF, 1.0)
+    negative = b.fsub(fill(VF, -0.0), b.broadcast(F32, b.pointer(gate)))
+    k = b.fdiv(one, b.fadd(one, b.exp(negative)))
+    with b.loop(b.sdiv(n, I64(16))) as i:
+        at = b.times(i, 64)
+        b.write(b.fmadd(b.read(VF, y, at), k, b.read(VF, out, at)), out, at)
+
+
 def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value | None) -> Value:
     """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up; no `up`: without it."""
     z = gate

@@ -19,6 +19,7 @@ from engine.api import KVType
 from engine.kernels.attention import PART
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
+from engine.kernels.routing import LARGEST
 from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
@@ -214,6 +215,29 @@ def lone_relu2(x: Floats) -> Floats:
     """The square of what of x is above 0."""
     positive = larger(x, np.zeros_like(x))
     return positive * positive
+
+
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x))."""
+    return np.float32(1) / (np.float32(1) + exp(-x))
+
+
+def choose(logits: Floats, chosen: int, of_chosen: bool, scale: float = 1.0) -> tuple[NDArray[np.int64], Floats]:
+    """(experts [T, chosen], weights [T, chosen]) of router logits [T, experts]: the largest first, of equal ones the
+    lower number; weights are e**logit / the sum of the chosen ones, or of all, * scale."""
+    x = np.clip(np.where(np.isnan(logits), -np.float32(LARGEST), logits), -np.float32(LARGEST), np.float32(LARGEST))
+    experts = np.argsort(-x, axis=-1, kind="stable")[:, :chosen]
+    shares = exp(x - np.take_along_axis(x, experts[:, :1], axis=-1))
+    picked = np.take_along_axis(shares, experts, axis=-1)
+    counted = np.zeros((len(x), -(-x.shape[-1] // LANES) * LANES), np.float32)
+    if of_chosen:
+        np.put_along_axis(counted, experts, picked, axis=-1)
+    else:
+        counted[:, : x.shape[-1]] = shares
+    lanes = np.zeros((len(x), LANES), np.float32)
+    for vector in counted.reshape(len(x), -1, LANES).swapaxes(0, 1):
+        lanes = lanes + vector
+    return experts, picked / tree(lanes, np.add)[:, None] * np.float32(scale)
 
 
 def capped(x: Floats, cap: float) -> Floats:

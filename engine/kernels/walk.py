@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from engine.kernels.attention import BLOCK, PART, STATE
 from engine.kernels.core import kernels
 from engine.kernels.ir import emit_module
-from engine.kernels.plan import GATED_ROWS, L2_BYTES, QUERY_TILE, SPLIT_ROWS, WIDE_QUERIES
+from engine.kernels.plan import DOWN_GROUPS, GATED_ROWS, L2_BYTES, QUERY_TILE, SPLIT_ROWS, WIDE_QUERIES
 from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
 from engine.kernels.target import Target
 
@@ -152,6 +152,7 @@ add_normed = _kernel("add_normed", 5)
 add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
 norm_vector, centre_vector = _kernel("norm_vector", 4), _kernel("centre_vector", 4)
 cap_vector = _kernel("cap_vector", 3)
+add_scaled, add_gated, choose = _kernel("add_scaled", 4), _kernel("add_gated", 4), _kernel("choose", 7)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
 store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_value_f16", 3)
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
@@ -285,15 +286,16 @@ def matmul(c: Record, op: Record, rows: int, low: int, high: int) -> None:
 
 
 @compiled
-def gated(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
+def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, strip: int) -> None:
+    """A strip of outputs of `rows` rows from `row` on."""
     act = activation_at(c.activations, op.activation)
     result = activation_at(c.activations, op.second)
     gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
     unit = result.unit
     row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
-    first = strip * unit // 16
-    for r in range(0, rows, GATED_ROWS):
-        count = min(GATED_ROWS, rows - r)
+    first = expert * gate.num_groups + strip * unit // 16
+    for r in range(row, row + rows, GATED_ROWS):
+        count = min(GATED_ROWS, row + rows - r)
         # `multiply` adds the group's own offset, which a strip's buffer does not have.
         start = buffer - first * LINE
         multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
@@ -324,6 +326,107 @@ def lone(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
                 activate_lone_relu2(result, r + j, x, op.bias, 0, strip, 1)
 
 
+# ---------------------------------------------------------------- mixtures of experts
+@compiled
+def route(c: Record, op: Record, start: int, end: int) -> None:
+    for r in range(start, end):
+        at = 4 * r * c.num_chosen
+        logits = op.out + r * op.out_bytes
+        choose(logits, c.num_experts, c.num_chosen, c.expert_sum, c.expert_scale, c.choices + at, c.choice_weights + at)
+
+
+@compiled
+def group(c: Record, rows: int) -> None:
+    """Count each expert's rows, then give out the slots in the order of rows."""
+    pairs = rows * c.num_chosen
+    for e in range(c.num_experts):
+        put_int32(c.expert_ends + 4 * e, 0)
+    for i in range(pairs):
+        counter = c.expert_ends + 4 * int32_at(c.choices + 4 * i)
+        put_int32(counter, int32_at(counter) + 1)
+    slot, busy = 0, 0
+    for e in range(c.num_experts):
+        count = int32_at(c.expert_ends + 4 * e)
+        put_int32(c.expert_slots + 4 * e, slot)
+        put_int32(c.expert_ends + 4 * e, slot)  # rises to its end below
+        if count > 0:
+            put_int32(c.busy_experts + 4 * busy, e)
+            busy += 1
+        slot += count
+    for n in range(busy, c.num_experts + 1):
+        put_int32(c.busy_experts + 4 * n, -1)
+    for i in range(pairs):
+        end = c.expert_ends + 4 * int32_at(c.choices + 4 * i)
+        s = int32_at(end)
+        put_int32(c.slot_rows + 4 * s, i // c.num_chosen)
+        put_int32(c.slot_weights + 4 * s, int32_at(c.choice_weights + 4 * i))
+        put_int32(end, s + 1)
+
+
+@compiled
+def gather(c: Record, op: Record, start: int, end: int) -> None:
+    act, target = activation_at(c.activations, op.activation), activation_at(c.activations, op.second)
+    for s in range(start, end):
+        r = int32_at(c.slot_rows + 4 * s)
+        if target.base_256:
+            copy_bytes(target.base_256 + s * act.row_256, act.base_256 + r * act.row_256, act.row_256)
+        if target.base_32:
+            copy_bytes(target.base_32 + s * act.row_32, act.base_32 + r * act.row_32, act.row_32)
+        if target.base_1:
+            copy_bytes(target.base_1 + s * act.row_1, act.base_1 + r * act.row_1, act.row_1)
+
+
+@compiled
+def most_busy(c: Record, rows: int) -> int:
+    """Experts that may have slots: how many do is known only when the step runs."""
+    return min(c.num_experts, rows * c.num_chosen)
+
+
+@compiled
+def experts_gated(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
+    """One item: a strip of outputs of one expert."""
+    strips = items // most_busy(c, rows)
+    e = int32_at(c.busy_experts + 4 * (item // strips))
+    if e >= 0:
+        first = int32_at(c.expert_slots + 4 * e)
+        gated(c, op, tid, first, int32_at(c.expert_ends + 4 * e) - first, e, item % strips)
+
+
+@compiled
+def experts_down(c: Record, op: Record, tid: int, low: int, high: int) -> None:
+    """Groups low..high of all experts: whoever has them adds up their outputs, expert by expert."""
+    act, matrix = activation_at(c.activations, op.activation), matrix_at(c.matrices, op.matrix)
+    buffer = c.scratch + tid * c.scratch_bytes
+    for g in range(low, high, DOWN_GROUPS):
+        groups, n = min(DOWN_GROUPS, high - g), 0
+        e = int32_at(c.busy_experts)
+        while e >= 0:
+            first, s, end = e * matrix.num_groups + g, int32_at(c.expert_slots + 4 * e), int32_at(c.expert_ends + 4 * e)
+            while s < end:
+                count = min(GATED_ROWS, end - s)
+                start, row_bytes = buffer - first * LINE, groups * LINE
+                multiply(matrix, act, first, first + groups, s, start, row_bytes, 0, count)
+                for j in range(count):
+                    out = op.out + int32_at(c.slot_rows + 4 * (s + j)) * op.out_bytes + g * LINE
+                    add_scaled(buffer + j * row_bytes, c.slot_weights + 4 * (s + j), out, groups * 16)
+                s += count
+            n += 1
+            e = int32_at(c.busy_experts + 4 * n)
+
+
+@compiled
+def add_shared(c: Record, op: Record, i: int, end: int) -> None:
+    per_row = c.hidden // 32
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        at = first * 128
+        y, gate = op.out + r * op.out_bytes + at, op.factor + r * op.factor_bytes
+        add_gated(y, gate, c.x + r * c.x_bytes + at, 32 * count)
+        i += count
+
+
+# ---------------------------------------------------------------- attention
 @compiled
 def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) -> int:
     """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
@@ -562,21 +665,30 @@ def num_units(c: Record, op: Record, rows: int) -> int:
     if code == Op.GATED or code == Op.LONE:
         result = activation_at(c.activations, op.second)
         return result.num_values // result.unit
-    if code == Op.ADD_NORM:
+    if code == Op.ADD_NORM or code == Op.ADD_GATED:
         return rows * (c.hidden // 32)
     if code == Op.ROW_NORM or code == Op.ADD_BIAS:
         return rows
     if code == Op.CAP:
         return rows * ((op.count + CAP_SHARE - 1) // CAP_SHARE)
+    if code == Op.ROUTE:
+        return rows
+    if code == Op.GATHER:
+        return rows * c.num_chosen
+    if code == Op.EXPERTS_GATED:
+        result = activation_at(c.activations, op.second)
+        return most_busy(c, rows) * (result.num_values // result.unit)
+    if code == Op.EXPERTS_DOWN:
+        return num_groups(c, op)
     return 1
 
 
 @compiled
 def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
-    if op.code == Op.ATTEND or op.code == Op.GATED or op.code == Op.LONE:
+    if op.code == Op.ATTEND or op.code == Op.GATED or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
         return units
-    if op.code == Op.MATMUL:
+    if op.code == Op.MATMUL or op.code == Op.EXPERTS_DOWN:
         # At most 256 groups each, so that the output head, which is long, ends evenly too.
         return min(units, max(2 * c.num_threads, (units + 255) // 256))
     return min(units, c.num_threads if rows == 1 else 2 * c.num_threads)
@@ -602,7 +714,7 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
     elif code == Op.MERGE:
         merge(c, op, rows, start, end)
     elif code == Op.GATED:
-        gated(c, op, tid, rows, piece)
+        gated(c, op, tid, 0, rows, 0, piece)
     elif code == Op.LONE:
         lone(c, op, tid, rows, piece)
     elif code == Op.ADD_BIAS:
@@ -615,6 +727,18 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
             norm_vector(op.out + r * op.out_bytes, op.weight, c.eps, op.count)
     elif code == Op.CAP:
         cap_row(op, start, end)
+    elif code == Op.ROUTE:
+        route(c, op, start, end)
+    elif code == Op.GROUP:
+        group(c, rows)
+    elif code == Op.GATHER:
+        gather(c, op, start, end)
+    elif code == Op.EXPERTS_GATED:
+        experts_gated(c, op, tid, rows, piece, pieces)
+    elif code == Op.EXPERTS_DOWN:
+        experts_down(c, op, tid, start, end)
+    elif code == Op.ADD_GATED:
+        add_shared(c, op, start, end)
 
 
 # The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and
