@@ -33,7 +33,7 @@ def run_items(
     make_engines: Callable[[Conversations], Engines],
     settings: Settings,
     side: Stream,
-    make_view: Callable[[], View],
+    views: Callable[[Agent], Callable[[], View]],
     *,
     asker: Asker | None = None,
     prepare: Callable[[Agent], None] | None = None,
@@ -52,6 +52,7 @@ def run_items(
     ):
         if prepare is not None:
             prepare(agent)
+        make_view = views(agent)
         say = Stream(None) if settings.quiet else side
         for notice in (*notices(agent.engine.info), *(agent.toolbox.notices if agent.toolbox else ())):
             say.line(notice, dim=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 from engine.api import Engine
 from engine.errors import UsageError
@@ -18,11 +17,10 @@ from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
 from goinfer_chat.loading import find_model, look_at_model
-from goinfer_chat.remembered import recall, remember
 from goinfer_chat.script import CommandLine, Item, read_script
-from goinfer_chat.settings import PanelSize, Settings
-from goinfer_chat.terminal import Stream, quiet_terminal, true_text
-from goinfer_chat.view.render import JsonView, TextView, View
+from goinfer_chat.settings import Settings
+from goinfer_chat.terminal import QuietTerminal, Stream, quiet_terminal, true_text
+from goinfer_chat.views import Views, draws
 
 
 class EngineFactory(Protocol):
@@ -51,7 +49,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
         engines_of(make_engine, settings, screen, conversations) as engines,
         closing(Agent(engines.current, settings, conversations, engines, asker=PersonAsker(screen, terminal))) as agent,
     ):
-        views = PromptViews(agent, replies, screen)
+        views = Views(agent, replies, screen, at_prompt=True)
         try:
             return run_repl(agent, terminal, screen, views)
         finally:
@@ -82,10 +80,19 @@ def text_of(text: str | None) -> str | None:
 
 
 def _run(items: Iterator[Item], settings: Settings, make_engine: EngineFactory, replies: Stream, side: Stream) -> int:
-    def engines(conversations: Conversations) -> Engines:
-        return engines_of(make_engine, settings, side, conversations)
+    engines = partial(engines_of, make_engine, settings, side)
+    with quiet_while_drawing(settings, replies, side):
+        return run_items(items, engines, settings, side, partial(Views, replies=replies, side=side))
 
-    return run_items(items, engines, settings, side, partial(view_for, settings, replies, side))
+
+@contextmanager
+def quiet_while_drawing(settings: Settings, replies: Stream, side: Stream) -> Iterator[QuietTerminal]:
+    """What is typed meanwhile is not echoed into what is drawn: it waits for whoever reads the terminal next."""
+    if not draws(settings, replies, side):
+        yield QuietTerminal()
+        return
+    with quiet_terminal(sys.stdin) as terminal:
+        yield terminal
 
 
 def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, conversations: Conversations) -> Engines:
@@ -96,56 +103,3 @@ def engines_of(make_engine: EngineFactory, settings: Settings, side: Stream, con
         settings=settings,
         look=lambda chosen: None if chosen.base_url else look_at_model(chosen, conversations.kv_folder),
     )
-
-
-def view_for(settings: Settings, replies: Stream, side: Stream) -> View:
-    if settings.json:
-        return JsonView(
-            replies,
-            side,
-            ids=settings.ids,
-            quiet=settings.quiet,
-            tools=bool(settings.tools),
-            events=settings.events,
-        )
-    return TextView(replies, side, quiet=settings.quiet, progress=not settings.plain)
-
-
-class PromptViews:
-    """Makes the view of each turn at a prompt, as the settings of the moment and the terminal allow."""
-
-    def __init__(self, agent: Agent, replies: Stream, screen: Stream) -> None:
-        self._agent = agent
-        self._replies = replies
-        self._screen = screen
-        agent.settings = agent.settings.changed({"panel": agent.settings.panel or recalled_panel()})
-        self._panel = agent.settings.panel
-
-    def __call__(self) -> View:
-        settings, screen = self._agent.settings, self._screen
-        self.keep()
-        if settings.json or settings.plain or self._replies is not screen or not screen.moves:
-            return view_for(settings, self._replies, screen)
-
-        from goinfer_chat.view.live_view import LiveView
-        from goinfer_chat.view.themes import theme_for
-
-        theme = theme_for(settings.theme, os.environ)
-        info = self._agent.engine.info
-        return LiveView(screen, theme, info, size=self._size, raw=settings.raw, quiet=settings.quiet)
-
-    def _size(self) -> PanelSize:
-        """That of the moment: F2 works during a reply too."""
-        return self._agent.settings.panel or "line"
-
-    def keep(self) -> None:
-        """Remember the size of the panel, if another one was chosen here."""
-        size = self._agent.settings.panel
-        if size is not None and size != self._panel:
-            self._panel = size
-            remember("panel", size)
-
-
-def recalled_panel() -> PanelSize:
-    found = recall("panel")
-    return next((size for size in get_args(PanelSize) if size == found), "line")

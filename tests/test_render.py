@@ -190,6 +190,21 @@ def test_the_line_of_figures_says_how_many_guesses_were_right() -> None:
     assert "guesses" not in stats_line(reply(stats=none))
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (96, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | 14 of 20 guesses right"),
+        (82, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | 70% guessed"),
+        (79, "prompt 3,020 (3,000 reused) | TTFT 45 ms | 38.2 tok/s | 70% guessed"),
+        (40, "prompt 3,020 | TTFT 45 ms | 38.2 tok/s"),
+    ],
+)
+def test_the_line_of_figures_is_one_row(columns: int, shown: str) -> None:
+    guessed = replace(STATS, draft_tokens=20, draft_accepted=14)
+    assert stats_line(reply(stats=guessed), columns) == shown
+    assert len(shown) <= columns
+
+
 def test_replies_and_everything_else_go_to_two_streams() -> None:
     out, err = io.StringIO(), io.StringIO()
     view = TextView(Stream(out, {}), Stream(err, {}))

@@ -15,7 +15,6 @@ from engine.api import Message
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
 from goinfer_chat.clipboard import MAX_OSC_BYTES, copy_with_program, osc52
-from goinfer_chat.modes import PromptViews, recalled_panel
 from goinfer_chat.prompt.toolbar import MIN_COLUMNS, toolbar
 from goinfer_chat.remembered import recall, remember
 from goinfer_chat.script import CommandLine
@@ -24,6 +23,7 @@ from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.slash.conversation import called
 from goinfer_chat.slash.registry import Outcome
 from goinfer_chat.terminal import Stream
+from goinfer_chat.views import Views, recalled_panel
 
 REPLY = "Text with **marks**\n\n```python\nx = 1\n\n\ty\n```\n\n~~~\nsecond\n~~~\n"
 
@@ -124,7 +124,7 @@ def test_raw_is_turned_over_and_the_panel_is_set() -> None:
 
 def test_the_size_of_the_panel_is_remembered_when_it_was_changed_here() -> None:
     agent = asked()
-    views = PromptViews(agent, Stream(None), Stream(None))
+    views = Views(agent, Stream(None), Stream(None), at_prompt=True)
     assert agent.settings.panel == "line"
     views.keep()
     assert recall("panel") is None
@@ -132,7 +132,7 @@ def test_the_size_of_the_panel_is_remembered_when_it_was_changed_here() -> None:
     views()
     assert recalled_panel() == "off"
     chosen = Agent(ScriptedEngine([ScriptedTurn()]), Settings(panel="panel"))
-    PromptViews(chosen, Stream(None), Stream(None)).keep()
+    Views(chosen, Stream(None), Stream(None), at_prompt=True).keep()
     assert chosen.settings.panel == "panel"
     assert recalled_panel() == "off"
 

@@ -15,12 +15,13 @@ from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.calls.events import EXIT_CODES, ToolEnded, TurnEnded, TurnEvent
 from goinfer_chat.conversations import Conversations
-from goinfer_chat.modes import EngineFactory, engines_of, text_of, view_for
+from goinfer_chat.modes import EngineFactory, engines_of, quiet_while_drawing, text_of
 from goinfer_chat.settings import Settings
 from goinfer_chat.slash.tool import parse_schema
 from goinfer_chat.terminal import Stream, quiet_terminal
 from goinfer_chat.turn import play_turn
 from goinfer_chat.view.render import call_object, to_json
+from goinfer_chat.views import Views
 
 if TYPE_CHECKING:
     from tools import ToolResult
@@ -50,8 +51,8 @@ def run_agent(settings: Settings, make_engine: EngineFactory, task: str | None) 
 
             asker = PersonAsker(side, terminal)
         engines = partial(engines_of, make_engine, settings, side)
-        view = partial(view_for, settings, replies, side)
-        return run_items(question(text), engines, settings, side, view, asker=asker, prepare=_look_first)
+        views = partial(Views, replies=replies, side=side)
+        return run_items(question(text), engines, settings, side, views, asker=asker, prepare=_look_first)
 
 
 def _look_first(agent: Agent) -> None:
@@ -77,8 +78,9 @@ def run_with_schema(settings: Settings, make_engine: EngineFactory, text: str | 
         agent.schema = found
 
     engines = partial(engines_of, make_engine, settings, side)
-    view = partial(view_for, settings, replies, side)
-    return run_items(question(asked), engines, settings, side, view, prepare=prepare)
+    views = partial(Views, replies=replies, side=side)
+    with quiet_while_drawing(settings, replies, side):
+        return run_items(question(asked), engines, settings, side, views, prepare=prepare)
 
 
 def run_forced(settings: Settings, make_engine: EngineFactory, text: str | None, tool: str, execute: bool) -> int:

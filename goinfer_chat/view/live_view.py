@@ -59,12 +59,14 @@ class LiveView:
         size: Callable[[], PanelSize] = lambda: "line",
         raw: bool = False,
         quiet: bool = False,
+        at_prompt: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """On a screen that `moves`; `size` is asked for each frame."""
+        """On a screen that `moves`; `size` is asked for each frame. `at_prompt`: whether commands can be given."""
         self._region = LiveRegion(screen, theme, clock=clock)
         self._size = size
         self._quiet = quiet
+        self._at_prompt = at_prompt
         self._clock = clock
         self._reply: ReplyStream = RawStream() if raw else MarkdownStream(keep_marks=not theme.has_styles)
         self._thinking = ""
@@ -154,7 +156,8 @@ class LiveView:
         if self._thinking and not self._quiet:
             num_words = len(self._thinking.split())
             seconds = seconds_text(self._clock() - self._thinking_since)
-            self._say(f"thought for {seconds}, {num_words:,} words; /thinking shows them")
+            hint = "; /thinking shows them" if self._at_prompt else ""
+            self._say(f"thought for {seconds}, {num_words:,} words{hint}")
         self._thinking = ""
 
     def _say(self, text: str) -> None:
@@ -169,7 +172,7 @@ class LiveView:
     def _finish(self, reply: Reply) -> None:
         self._end_round()
         if not self._quiet and not reply.tool_calls:  # after those the line of the step stands
-            self._say(closing_line(reply))
+            self._say(closing_line(reply, self._region.columns))
         self._region.close()
 
     def _draw(self) -> None:

@@ -122,7 +122,7 @@ class TextView:
         self.close()
         self._started, self._prefill, self._replying = self._clock(), None, False  # another reply may follow
         if not self._quiet:
-            self._side.line(closing_line(reply), dim=True)
+            self._side.line(closing_line(reply, self._side.size[0] if self._side.terminal else 1000), dim=True)
 
 
 class JsonView:
@@ -202,11 +202,11 @@ class JsonView:
         self._progress.close()
 
 
-def closing_line(reply: Reply) -> str:
-    """What stands below a reply."""
+def closing_line(reply: Reply, columns: int = 1000) -> str:
+    """What stands below a reply; in few columns some of it is shorter or left out, so that it is one row."""
     if reply.finish_reason == "cancelled" and not (reply.ids or reply.text):
         return "stopped before the reply began; the message was not kept"
-    return stats_line(reply)
+    return stats_line(reply, columns)
 
 
 def call_object(call: ToolCall) -> dict[str, Any]:
@@ -223,24 +223,43 @@ def prefill_line(progress: PrefillProgress) -> str:
     return f"reading the prompt: {progress.done:,} of {progress.total:,} tokens{reused} ({share:.0%})"
 
 
-def stats_line(reply: Reply) -> str:
-    """The figures of a turn on one line; what is not known is left out."""
+def stats_line(reply: Reply, columns: int = 1000) -> str:
+    """The figures of a turn on one line, as many as fit; what is not known is left out."""
     stats = reply.stats
-    parts = [prompt_figures(stats)] if stats.prompt_tokens is not None else []
-    if stats.ttft_ms is not None:
-        parts.append(f"TTFT {stats.ttft_ms:,.0f} ms")
-    if stats.decode_tok_s is not None:
-        parts.append(f"{stats.decode_tok_s:.1f} tok/s")
+    guesses = shorter = ""
     if stats.draft_tokens:
-        parts.append(f"{stats.draft_accepted or 0:,} of {stats.draft_tokens:,} guesses right")
-    if reply.finish_reason == "cancelled":
-        parts.append("stopped")
-    if reply.finish_reason == "dropped":
-        parts.append("cut: the connection broke off")
-    if reply.finish_reason == "length":
-        full = (stats.context_used or 0) >= stats.context_size > 0
-        parts.append("cut: the context is full" if full else "cut at --max-tokens")
-    return " | ".join(parts)
+        accepted = stats.draft_accepted or 0
+        guesses = f"{accepted:,} of {stats.draft_tokens:,} guesses right"
+        shorter = f"{accepted / stats.draft_tokens:.0%} guessed"
+    prompt = prompt_figures(stats) if stats.prompt_tokens is not None else ""
+    ttft = f"TTFT {stats.ttft_ms:,.0f} ms" if stats.ttft_ms is not None else ""
+    rate = f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s is not None else ""
+    end = _why_it_is_not_complete(reply)
+    lines = [
+        " | ".join(filter(None, parts))
+        for parts in (
+            (prompt, ttft, rate, guesses, end),
+            (prompt, ttft, rate, shorter, end),
+            (f"{prompt.rpartition(', ')[0]})" if ", " in prompt else prompt, ttft, rate, shorter, end),
+            (prompt, ttft, rate, end),
+            (prompt.partition(" (")[0], ttft, rate, end),
+        )
+    ]
+    return next((line for line in lines if len(line) <= columns), lines[-1])
+
+
+def _why_it_is_not_complete(reply: Reply) -> str:
+    stats = reply.stats
+    match reply.finish_reason:
+        case "cancelled":
+            return "stopped"
+        case "dropped":
+            return "cut: the connection broke off"
+        case "length":
+            full = (stats.context_used or 0) >= stats.context_size > 0
+            return "cut: the context is full" if full else "cut at --max-tokens"
+        case _:
+            return ""
 
 
 def prompt_figures(stats: TurnStats) -> str:
