@@ -28,6 +28,7 @@ def load(
     max_concurrent: int = 4,
     prefill_chunk: int | None = None,
     draft: str | Path | None = None,
+    from_disk: bool = False,
 ) -> LocalEngine:
     """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
 
@@ -44,6 +45,7 @@ def load(
     max_concurrent how many replies share a step; further requests wait
     prefill_chunk  rows of prompts in a step while others decode; None: as many as take about a tenth of a second
     draft          a smaller model of the same vocabulary, which guesses for this one
+    from_disk      read weights from the disk when they are needed: the model may be larger than memory
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -64,4 +66,5 @@ def load(
         max_concurrent=max_concurrent,
         prefill_chunk=prefill_chunk,
         draft=None if draft is None else Path(draft),
+        from_disk=from_disk,
     )

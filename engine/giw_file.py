@@ -12,14 +12,17 @@ respect is not used and is written anew. Files are checked whole when they are o
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
 import shutil
 import struct
 import tempfile
+import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +101,11 @@ def _checksum(data: NDArray[np.uint8], threads: int) -> int:
         return zlib.crc32(struct.pack(f"<{len(parts)}I", *pool.map(zlib.crc32, parts)))
 
 
-def open_kept(key: bytes, num_bytes: int, threads: int) -> NDArray[np.uint8] | None:
-    """The weights [num_bytes] u8, mapped read-only, or None if there is no file that is whole and belongs to them."""
+def open_kept(key: bytes, num_bytes: int, threads: int, whole: bool = True) -> NDArray[np.uint8] | None:
+    """The weights [num_bytes] u8, mapped read-only, or None if there is no file that is whole and belongs to them.
+
+    Unless `whole`, their checksum is not compared: nothing but the first page is read.
+    """
     path = path_of(key)
     try:
         with path.open("rb") as file:
@@ -116,7 +122,7 @@ def open_kept(key: bytes, num_bytes: int, threads: int) -> NDArray[np.uint8] | N
     if not right or header_checksum != zlib.crc32(page[: _HEADER.size]):
         return None
     weights = np.frombuffer(mapped, np.uint8)[PAGE:]
-    if _checksum(weights, threads) != checksum:
+    if whole and _checksum(weights, threads) != checksum:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # used now
@@ -130,8 +136,7 @@ def keep(key: bytes, name: str, weights: NDArray[np.uint8], threads: int) -> Non
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not make_room(PAGE + len(weights)):
             return
-        header = _HEADER.pack(MAGIC, VERSION, key, len(weights), _checksum(weights, threads), name.encode()[:64])
-        page = (header + struct.pack("<I", zlib.crc32(header))).ljust(PAGE, b"\0")
+        page = _first_page(key, len(weights), _checksum(weights, threads), name)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -142,6 +147,52 @@ def keep(key: bytes, name: str, weights: NDArray[np.uint8], threads: int) -> Non
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def write(
+    key: bytes,
+    name: str,
+    num_bytes: int,
+    threads: int,
+    lay_out: Callable[[Callable[[int, NDArray[np.uint8]], None]], None],
+) -> None:
+    """Write a file whose weights are never in memory together: `lay_out(put)` calls put(offset, bytes) for each piece.
+
+    It may call it from several threads; what it leaves out is zero. Raises OSError when the file cannot be written,
+    ENOSPC also where the cap does not allow it.
+    """
+    path, lock = path_of(key), threading.Lock()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not make_room(PAGE + num_bytes):
+        raise OSError(errno.ENOSPC, "too large for the cap or for half of what is free on the disk")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "r+b", buffering=0) as file:
+            file.truncate(PAGE + num_bytes)
+
+            def put(offset: int, piece: NDArray[np.uint8]) -> None:
+                with lock:
+                    file.seek(PAGE + offset)
+                    left = piece.reshape(-1).data
+                    while len(left):
+                        left = left[file.write(left) :]
+
+            lay_out(put)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                weights = np.frombuffer(mapped, np.uint8)[PAGE:]
+                checksum = _checksum(weights, threads)
+                del weights  # the mapping cannot be closed before
+            file.seek(0)
+            file.write(_first_page(key, num_bytes, checksum, name))
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _first_page(key: bytes, num_bytes: int, checksum: int, name: str) -> bytes:
+    header = _HEADER.pack(MAGIC, VERSION, key, num_bytes, checksum, name.encode()[:64])
+    return (header + struct.pack("<I", zlib.crc32(header))).ljust(PAGE, b"\0")
 
 
 def make_room(num_bytes: int) -> bool:

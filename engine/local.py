@@ -90,6 +90,7 @@ class LocalEngine:
         max_concurrent: int = 4,
         prefill_chunk: int | None = None,
         draft: Path | None = None,
+        from_disk: bool = False,
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
@@ -133,6 +134,8 @@ class LocalEngine:
                 train_context_size=config.train_context_size,
                 kv_sessions=kv_sessions,
                 available=available_memory(),
+                from_disk=from_disk,
+                token_bytes=Model.token_bytes(gguf),
             )
             model = Model.load(
                 gguf,
@@ -141,6 +144,7 @@ class LocalEngine:
                 max_positions=plan.context_size,
                 kv_type=kv_type,
                 progress=progress,
+                from_disk=plan.from_disk,
             )
             undo.callback(model.close)
             draft_model = None

@@ -120,6 +120,16 @@ class ModelMatrices:
                 )
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes that a single row touches, with logits: one row of the embedding, the experts that it passes."""
+        touched = self.head.num_bytes + self.embedding.group_bytes
+        for layer in self.layers:
+            for m in layer.all:
+                chosen = self.config.experts.chosen if self.config.experts and m.count > 1 else 1
+                touched += m.num_bytes // m.count * chosen
+        return touched
+
+    @property
     def all(self) -> list[Matrix]:
         found = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
         return found + [m for layer in self.layers for m in layer.all]

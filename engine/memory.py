@@ -31,6 +31,8 @@ class MemoryPlan:
     num_blocks: int
     """Blocks of the pool: every kept conversation may fill its context, where memory allows it."""
     notices: tuple[str, ...]
+    from_disk: bool = False
+    """Weights stay in their file, and what a step touches of them is read when it is touched."""
 
 
 def plan_memory(
@@ -42,11 +44,16 @@ def plan_memory(
     train_context_size: int,
     kv_sessions: int,
     available: int | None,
+    from_disk: bool = False,
+    token_bytes: int = 0,
 ) -> MemoryPlan:
     """The context and the pool that fit beside the weights into `available` bytes (None: not known, not checked).
 
     A context larger than memory or training allows becomes smaller, and a notice says so. Raises OutOfMemoryError
     with the bytes needed and free when not even the smallest useful one fits, and UsageError for a context below 2.
+
+    `from_disk`: weights that do not fit are no reason to refuse. Then half of memory, or what a token touches of the
+    weights (`token_bytes`) if that is less, is left for them, and a notice says both.
     """
     if context_size is not None and context_size < 2:
         raise UsageError(
@@ -59,14 +66,18 @@ def plan_memory(
         notices.append(f"the context is {context:,} tokens, the most {name} was trained for, instead of {wanted:,}")
     most_blocks = max(1, kv_sessions) * blocks_for(context)
     if available is None:
-        return MemoryPlan(context_size=context, num_blocks=most_blocks, notices=tuple(notices))
+        return MemoryPlan(context_size=context, num_blocks=most_blocks, notices=tuple(notices), from_disk=from_disk)
 
+    if from_disk and weight_bytes > available - most_blocks * block_bytes:
+        notices.append(_says_from_disk(name, weight_bytes, token_bytes, available))
+        weight_bytes = min(weight_bytes, token_bytes, max(0, available) // 2)
     free_blocks = (available - weight_bytes) // block_bytes
     if free_blocks < blocks_for(min(context, LEAST_CONTEXT)):
         needed = weight_bytes + blocks_for(min(context, LEAST_CONTEXT)) * block_bytes
         raise OutOfMemoryError(
             f"{name} needs {_mib(needed)} of memory with a context of {min(context, LEAST_CONTEXT):,} tokens, and "
             f"{_mib(max(0, available))} are free; close other programs or choose a smaller model"
+            + ("" if from_disk else ", or run it from the disk, slowly: --from-disk")
         )
     if free_blocks < blocks_for(context):
         needed = weight_bytes + blocks_for(context) * block_bytes
@@ -75,7 +86,20 @@ def plan_memory(
             f"{_mib(needed)} of memory, and {_mib(available)} are free"
         )
         context = free_blocks * BLOCK_SIZE
-    return MemoryPlan(context_size=context, num_blocks=min(most_blocks, free_blocks), notices=tuple(notices))
+    return MemoryPlan(
+        context_size=context,
+        num_blocks=min(most_blocks, free_blocks),
+        notices=tuple(notices),
+        from_disk=from_disk,
+    )
+
+
+def _says_from_disk(name: str, weight_bytes: int, token_bytes: int, available: int) -> str:
+    often = "each token waits for the disk" if token_bytes > available else "a token waits for what is not in memory"
+    return (
+        f"{name} has {_mib(weight_bytes)} of weights, and {_mib(max(0, available))} of memory are free: weights are "
+        f"read from the disk when they are needed, {_mib(token_bytes)} of them for a token; {often}"
+    )
 
 
 def _mib(num_bytes: int) -> str:

@@ -72,20 +72,27 @@ class Model:
         max_positions: int | None = None,
         kv_type: KVType = "f16",
         progress: Progress | None = None,
+        from_disk: bool = False,
     ) -> Model:
         """Load the weights and compile the kernels that are not in the cache yet.
 
+        With `from_disk` weights stay in a file, which is mapped: a model may be larger than memory.
         `threads` defaults to the physical cores this process may use, `max_positions` to the trained context.
         Raises UnsupportedModelError, ModelFileError or OutOfMemoryError.
         """
         said = progress or (lambda text, share: None)
-        return cls(gguf, threads or usable_threads(), max_rows, max_positions, kv_type, said)
+        return cls(gguf, threads or usable_threads(), max_rows, max_positions, kv_type, said, from_disk)
 
     @staticmethod
     def estimate(gguf: GGUFFile, kv_type: KVType = "f16") -> tuple[int, int]:
         """(bytes of weights in memory, bytes of a KV block) of a model that is not loaded yet."""
         layers = ModelMatrices(gguf, ModelConfig.from_gguf(gguf))
         return sum(m.num_bytes for m in layers.all), KVLayout.of(layers.config, kv_type).block_bytes
+
+    @staticmethod
+    def token_bytes(gguf: GGUFFile) -> int:
+        """Bytes of weights that a single row touches: of the experts only those that it passes."""
+        return ModelMatrices(gguf, ModelConfig.from_gguf(gguf)).token_bytes
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class Model:
         max_positions: int | None,
         kv_type: KVType,
         progress: Progress,
+        from_disk: bool = False,
     ) -> None:
         assert threads > 0
         assert max_rows > 0
@@ -108,7 +116,7 @@ class Model:
         self._compiled = CompiledKernels(detect(), progress)
         self.matrices = ModelMatrices(gguf, self.config)
         self._load_kernels()
-        self.weights = Weights(gguf, self.matrices.all, threads, progress)
+        self.weights = Weights(gguf, self.matrices.all, threads, progress, from_disk)
         self.buffers = Buffers(self.config, max_rows, self.max_positions, threads)
         self._program = Program(self, gguf)
         self._context = self._make_context()

@@ -82,11 +82,20 @@ class Weights:
 
     `memory` is a mapping of the model's `.giw` file, or, the first time, laid out here; then the file is written beside
     whatever comes next, until `close` waits for it.
+
+    With `from_disk` they are never in memory together: the file is written piece by piece and then mapped, so that the
+    system reads what a step touches and may let go of it again. Such a file is not checked whole at a start.
     """
 
     def __init__(
-        self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
+        self,
+        gguf: GGUFFile,
+        matrices: list[Matrix],
+        threads: int,
+        progress: Callable[[str, float], None],
+        from_disk: bool = False,
     ) -> None:
+        """Raises OutOfMemoryError, also where the file of `from_disk` cannot be written."""
         total = 0
         for m in matrices:
             m.offset = total
@@ -95,13 +104,21 @@ class Weights:
         total += 2 * PREFETCH_BYTES
         self._writer: threading.Thread | None = None
         places = repr([(m.name, m.fmt.type.name, m.offset, m.num_bytes) for m in matrices])
-        key = giw_file.key_of(gguf.content_hash(), places) if total >= giw_file.WORTH_KEEPING else None
-        kept = giw_file.open_kept(key, total, threads) if key else None
+        key = b""
+        if from_disk or total >= giw_file.WORTH_KEEPING:
+            key = giw_file.key_of(gguf.content_hash(), places)
+        kept = giw_file.open_kept(key, total, threads, whole=not from_disk) if key else None
+        if kept is None and from_disk:
+            kept = self._written(gguf, matrices, threads, progress, key, total)
         if kept is not None:
             self.memory = kept
             return
         self.memory = zeroed(total)
-        self._lay_out(gguf, matrices, threads, progress)
+
+        def put(offset: int, piece: NDArray[np.uint8]) -> None:
+            self.memory[offset : offset + piece.size] = piece.reshape(-1)
+
+        self._lay_out(gguf, matrices, threads, progress, put)
         if key:
             # Not a daemon: a program that ends at once still leaves the file behind.
             self._writer = threading.Thread(
@@ -109,26 +126,58 @@ class Weights:
             )
             self._writer.start()
 
+    def _written(
+        self,
+        gguf: GGUFFile,
+        matrices: list[Matrix],
+        threads: int,
+        progress: Callable[[str, float], None],
+        key: bytes,
+        total: int,
+    ) -> NDArray[np.uint8]:
+        """A mapping of the file, which is written first."""
+        try:
+            giw_file.write(
+                key, gguf.path.stem, total, threads, lambda put: self._lay_out(gguf, matrices, threads, progress, put)
+            )
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"{gguf.path.name}: its weights, {total / 1e9:.1f} GB, cannot be laid out in {giw_file.folder()}: "
+                f"{error.strerror or error}; {giw_file.CAP_ENVIRONMENT} sets the cap, {giw_file.cap_bytes() / 1e9:g} GB"
+            ) from error
+        kept = giw_file.open_kept(key, total, threads, whole=False)
+        if kept is None:
+            raise OutOfMemoryError(f"{gguf.path.name}: what was just written to {giw_file.folder()} is not there")
+        return kept
+
     def _lay_out(
-        self, gguf: GGUFFile, matrices: list[Matrix], threads: int, progress: Callable[[str, float], None]
+        self,
+        gguf: GGUFFile,
+        matrices: list[Matrix],
+        threads: int,
+        progress: Callable[[str, float], None],
+        put: Callable[[int, NDArray[np.uint8]], None],
     ) -> None:
         def place(m: Matrix) -> int:
             whole = gguf.data(m.name).reshape(m.count, -1, row_bytes(m.fmt.type, m.num_columns))
-            groups = self.memory[m.offset : m.offset + m.num_bytes].reshape(m.count, m.num_groups, m.group_bytes)
             # In strips that stay in the cache between being read and being written.
-            strip = max(1, (1 << 20) // m.group_bytes)
-            for expert, out in zip(whole, groups, strict=True):
+            strip = np.empty((max(1, (1 << 19) // m.group_bytes), m.group_bytes), np.uint8)
+            offset = m.offset
+            for expert in whole:
                 raw = expert[m.first_row : m.first_row + m.num_rows]
-                for g in range(0, m.num_groups, strip):
-                    lay_out(m.fmt, raw[g * ROWS : (g + strip) * ROWS], out[g : g + strip])
+                for g in range(0, m.num_groups, len(strip)):
+                    groups = strip[: m.num_groups - g]
+                    lay_out(m.fmt, raw[g * ROWS : (g + len(groups)) * ROWS], groups)
+                    put(offset, groups)
+                    offset += groups.size
             gguf.forget(m.name)
             return m.num_bytes
 
-        done = 0
+        done, total = 0, sum(m.num_bytes for m in matrices)
         with ThreadPoolExecutor(threads) as pool:
             for placed in pool.map(place, matrices):
                 done += placed
-                progress("loading weights", done / len(self.memory))
+                progress("loading weights", done / total)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -45,6 +45,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             kv_cap_bytes=settings.kv_cap_bytes,
             kv_type=settings.kv_type,
             draft=draft,
+            from_disk=settings.from_disk,
             max_concurrent=settings.max_concurrent,
             prefill_chunk=settings.prefill_chunk,
             progress=progress,

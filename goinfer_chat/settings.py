@@ -51,6 +51,7 @@ class Settings:
     speculation: SpeculationMode | Literal["auto"] = "auto"
     """`auto`: from the smaller model if there is one, else from the conversation."""
     draft: str | None = None
+    from_disk: bool = False
     max_concurrent: int = 4
     prefill_chunk: int | None = None
     session_dir: str | None = None
@@ -275,6 +276,7 @@ SETTINGS: Final = (
         argument="MODEL",
         topic="model",
     ),
+    _switch("from-disk", "Read weights when they are needed: a model larger than memory runs, slowly.", topic="model"),
     Setting(
         flag="session-dir", parse=str, help="Folder of the kept conversations.", argument="DIR", topic="conversations"
     ),

@@ -377,10 +377,16 @@ class Runner:
 
 @contextmanager
 def running(
-    path: Path, *, threads: int = 1, positions: int = 1024, blocks: int = 64, kv_type: KVType = "f16"
+    path: Path,
+    *,
+    threads: int = 1,
+    positions: int = 1024,
+    blocks: int = 64,
+    kv_type: KVType = "f16",
+    from_disk: bool = False,
 ) -> Iterator[Runner]:
     with open_gguf(path) as gguf:
-        model = Model.load(gguf, threads=threads, max_positions=positions, kv_type=kv_type)
+        model = Model.load(gguf, threads=threads, max_positions=positions, kv_type=kv_type, from_disk=from_disk)
         try:
             pool = KVPool(model.kv_block_bytes, blocks)
             model.bind_pool(pool)
