@@ -18,8 +18,8 @@ from goinfer_chat.terminal import true_text
 
 MAX_BYTES: Final = 1_000_000
 MAX_LISTED: Final = 200
-_MENTION: Final = re.compile(r'(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]+?))(#\d+(?:-\d*)?)?(?=[.,;:!?)]*(?:\s|$))')
-_LINES: Final = re.compile(r"#(\d+)(?:-(\d*))?\Z")
+_MENTION: Final = re.compile(r'(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]+?))(#\d{1,18}(?:-\d{0,18})?)?(?=[.,;:!?)]*(?:\s|$))')
+_LINES: Final = re.compile(r"#(\d{1,18})(?:-(\d{0,18}))?\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Final
 from engine.errors import UsageError
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings, checked
 from goinfer_chat.terminal import true_text
-from goinfer_chat.values import did_you_mean, shown
+from goinfer_chat.values import checked_int, did_you_mean, shown
 
 VARIABLE: Final = "GOINFER_CHAT_CONFIG"
 PROFILES: Final = "profile"
@@ -99,7 +99,7 @@ def read_tables(path: Path, *, must_be_there: bool) -> dict[str, Any] | None:
         raise UsageError(f"{where} cannot be read: {error.strerror or error}; --config none does without it") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{where} is no UTF-8 text in TOML: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also a number of more digits than Python reads
         raise UsageError(f"{where} is not TOML: {error}") from None
 
 
@@ -134,8 +134,10 @@ def _value(setting: Setting, value: Any) -> Any:
             return setting.parse(value)
         case bool() if not setting.switch:
             raise UsageError(f"{shown(value)} is no value for it")
-        case bool() | int() | float():
+        case bool() | float():
             return setting.parse(shown(value))
+        case int():
+            return setting.parse(shown(checked_int(value)))
         case list() if setting.repeatable:
             return setting.parse(json.dumps(value))
         case _:
@@ -269,14 +271,13 @@ def _num_blank(lines: Iterable[str]) -> int:
 
 
 def _is_changed_to(text: str, before: Mapping[str, Any], values: Mapping[str, Any], profile: str | None) -> bool:
-    """Whether the new text says what the old one said, and the values."""
-    wanted = json.loads(json.dumps(before, default=str))
-    table = wanted if profile is None else wanted.setdefault(PROFILES, {}).setdefault(profile, {})
-    for flag, value in values.items():
-        table.pop(flag.replace("-", "_"), None)
-        table[flag] = tomllib.loads(f"value = {to_toml(value)}")["value"]
+    """Whether the new text says what the old one said, and the values. False where that is too deep to compare."""
     try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        wanted = json.loads(json.dumps(before, default=str))
+        table = wanted if profile is None else wanted.setdefault(PROFILES, {}).setdefault(profile, {})
+        for flag, value in values.items():
+            table.pop(flag.replace("-", "_"), None)
+            table[flag] = tomllib.loads(f"value = {to_toml(value)}")["value"]
+        return bool(json.loads(json.dumps(tomllib.loads(text), default=str)) == wanted)
+    except (ValueError, RecursionError):
         return False
-    return bool(json.loads(json.dumps(found, default=str)) == wanted)

@@ -15,9 +15,17 @@ NONE = ("none", "random", "auto")
 
 def parse_int(text: str) -> int:
     try:
-        return int(text.replace(",", "").replace("_", ""))
+        value = int(text.replace(",", "").replace("_", ""))
     except ValueError:
         raise UsageError(f"{text!r} is not a whole number") from None
+    return checked_int(value)
+
+
+def checked_int(value: int) -> int:
+    """The number. Raises UsageError for one of more than 64 bits: Python does not even write very long ones."""
+    if value.bit_length() > 64:
+        raise UsageError(f"a number of {value.bit_length():,} bits is too large for any setting")
+    return value
 
 
 def parse_size(text: str) -> int:

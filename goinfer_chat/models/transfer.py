@@ -68,7 +68,7 @@ def _stated_bytes(response: httpx2.Response) -> int:
     """The length of the whole file: of a part it stands behind the slash in `Content-Range: bytes 5-9/10`."""
     name = "Content-Range" if response.status_code == 206 else "Content-Length"
     stated = response.headers.get(name, "").rpartition("/")[2]
-    if not stated.isdecimal():
+    if not stated.isdecimal() or len(stated) > 18:
         raise DownloadError(f"{response.url.host} does not say how long the file is")
     return int(stated)
 

@@ -43,7 +43,7 @@ def _copy(agent: Agent, argument: str) -> Outcome:
 
 def _which(argument: str) -> tuple[int | None, str]:
     first, _, rest = argument.partition(" ")
-    return (int(first), rest.strip()) if first.isdecimal() else (None, argument)
+    return (int(first), rest.strip()) if first.isdecimal() and len(first) < 10 else (None, argument)
 
 
 def _last_reply(agent: Agent) -> str:

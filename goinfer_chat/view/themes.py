@@ -97,6 +97,6 @@ def theme_for(name: settings.Theme, environ: Mapping[str, str]) -> Theme:
 def _background(environ: Mapping[str, str]) -> settings.Theme:
     """From COLORFGBG, such as "15;0": the last number is the background, of 16 colours."""
     last = environ.get("COLORFGBG", "").rpartition(";")[2]
-    if not last.isdecimal() or int(last) > 15:
+    if not last.isdecimal() or len(last) > 2 or int(last) > 15:
         return "auto"
     return "dark" if int(last) in (0, 1, 2, 3, 4, 5, 6, 8) else "light"
