@@ -121,7 +121,7 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(call.get("arguments"), str):
         try:
             arguments = json.loads(call["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
         if isinstance(arguments, dict):
             call["arguments"] = arguments

@@ -214,8 +214,9 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
         target = Path(os.path.realpath(path))  # a link to it stays one
         make_folder(target.parent)
         write_private(target, iter([after.encode()]))
-    except OSError as error:
-        raise UsageError(f"{where} cannot be written: {error.strerror or error}") from None
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{where} cannot be written: {reason}") from None
 
 
 def _with_values(lines: list[str], values: Mapping[str, Any], profile: str | None) -> Iterator[str]:

@@ -63,9 +63,17 @@ def sanitize(text: str, *, terminal: bool) -> str:
 def true_text(text: str) -> str:
     """An argument, variable or typed line as UTF-8 text, whatever the locale; bytes that are none become U+FFFD.
 
-    In a locale without UTF-8 Python hands over each such byte as a lone surrogate.
+    In a locale without UTF-8 Python hands over each such byte as a lone surrogate. Others, as JSON can spell them,
+    become U+FFFD too.
     """
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if not text.isascii() else text
+    return _as_bytes(text).decode("utf-8", "replace") if not text.isascii() else text
+
+
+def _as_bytes(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 class OutputError(GoinferError):

@@ -65,7 +65,7 @@ def parse_stop(text: str) -> tuple[str, ...]:
         return (text,)
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         if not text.startswith('["'):
             return (text,)
         raise UsageError(

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, ScriptedTurn
 from test_fuzz_engine import JSON, SECONDS, few, many
@@ -141,6 +141,12 @@ def check_commands(agent: Agent, place: Path, lines: list[tuple[str, str]]) -> N
     assert time.monotonic() - started < SECONDS
 
 
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS.commands if command.name != "quit"])
+def test_no_odd_argument_is_more_than_one_line(agent: Agent, place: Path, command: str) -> None:
+    odd = [*SHORT, *NAMES, *LONG]
+    check_commands(agent, place, [(command, argument) for argument in [*odd, *(f"1 {text}" for text in odd)]])
+
+
 @few(40)
 @given(lines=LINES)
 def test_any_slash_commands_end_in_an_answer_or_one_line(
@@ -228,6 +234,7 @@ def check_markdown(pieces: list[str], columns: int) -> None:
         assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text), repr(text)
 
 
+@example(pieces=["</b>", "\n", "0\t"], columns=8)
 @few(100)
 @given(pieces=REPLIES, columns=st.sampled_from([1, 2, 5, 8, 20, 80]))
 def test_a_reply_of_any_text_fits_the_screen_and_steers_nothing(pieces: list[str], columns: int) -> None:

@@ -231,6 +231,8 @@ BAD: list[tuple[object, int, str]] = [
     ({"messages": MESSAGES, "temperature": "hot"}, 400, "temperature"),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, "temperature"),
     ({"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
+    ({"messages": MESSAGES, "temperature": 10**400}, 400, "temperature"),
+    ({"messages": MESSAGES, "logit_bias": {"1": -(10**400)}}, 400, "logit_bias.1"),
     ({"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     ({"messages": MESSAGES, "max_tokens": -1}, 400, "max_tokens"),
     ({"messages": MESSAGES, "max_tokens": 1e9}, 400, "max_tokens"),

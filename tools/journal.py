@@ -101,7 +101,7 @@ class Journal:
     def _entries(self) -> list[tuple[Path, Change, bytes]]:
         entries = []
         for _, path in self._files():
-            with suppress(OSError, ValueError, TypeError):  # one that is damaged costs that one
+            with suppress(OSError, ValueError, TypeError, RecursionError):  # one that is damaged costs that one
                 line, _, before = path.read_bytes().partition(b"\n")
                 values = json.loads(line)
                 entries.append((path, Change(**{**values, "made": tuple(values["made"])}), before))

@@ -7,7 +7,6 @@ that is not obeyed is refused, never ignored. A field that is null counts as not
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -96,7 +95,8 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.invalid(name, f"must be a number, not {kind_of(value)}")
-        if not math.isfinite(value) or not low <= value <= high:
+        # Compared before it is made a float: a whole number may be too large for one. NaN is in no range.
+        if not low <= value <= high:
             raise self.invalid(name, f"must be a number between {low:g} and {high:g}")
         return float(value)
 

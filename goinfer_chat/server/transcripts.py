@@ -163,7 +163,7 @@ class Transcripts:
         with contextlib.suppress(OSError), open(_open(path, os.O_RDONLY), "rb") as file:
             for line in file:
                 num_lines += 1
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut
                     self._take(json.loads(line))
         if num_lines > len(self._replies):
             self._rewrite(path)

@@ -74,8 +74,9 @@ def _write(file: Path, text: str) -> None:
         write_private(file, chunks(), replace=False)
     except FileExistsError:
         raise UsageError(f"{true_text(str(file))} is there already; choose another name") from None
-    except OSError as error:
-        raise UsageError(f"{true_text(str(file))} cannot be written: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{true_text(str(file))} cannot be written: {reason}") from None
 
 
 VIEW_COMMANDS: Final = (

@@ -80,7 +80,7 @@ def _became_one_of(entry: str, messages: Collection[str]) -> bool:
 def _entry(line: bytes) -> str | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, str) else None
 

@@ -290,7 +290,7 @@ class _Flattening:
                 case "fence" | "code_block":
                     self._code(token)
                 case "html_block":
-                    text = sanitize(token.content.rstrip("\n"), terminal=True)
+                    text = sanitize(token.content.rstrip("\n"), terminal=True).expandtabs(4)
                     self._add(Flow((Run(text),), may_change=True), token)
                 case "hr":
                     self._add(Rule(), token)
