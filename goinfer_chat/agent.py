@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -294,11 +294,31 @@ class Agent:
 
     def fork(self, name: str | None) -> Fork:
         """Go on with a copy. Raises UsageError."""
-        return self.conversations.fork(name)
+        with self._moving():
+            return self.conversations.fork(name)
 
     def rename(self, name: str) -> str:
         """Returns the name as it is kept. What was not kept is from here on. Raises UsageError."""
-        return self.conversations.rename(name)
+        with self._moving():
+            return self.conversations.rename(name)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Inside, what was said may get a copy that goes on in its place; a question without an answer goes along.
+
+        Ids of messages are those of one conversation.
+        """
+        was, ask = self.live, self._unanswered
+        text, head = None, None if was is None else was.info.head
+        if was is not None and ask is not None:
+            question = next((stored for stored in was.tree() if stored.id == ask.after), None)
+            if ask.text is not None and ask.after in (HEAD, head):
+                text = ask.text
+            elif ask.text is None and question is not None and question.parent == head:
+                text = question.message.content
+        yield
+        if self.live is not was:
+            self._unanswered = None if ask is None or text is None else Ask(text=text, tool=ask.tool)
 
     def delete(self, key: str) -> tuple[str, bool]:
         """The name of what was deleted, and whether nothing is left of it: see Store.delete. Raises UsageError."""

@@ -321,6 +321,8 @@ def _export(context: typer.Context, key: str, form: str, output: str | None, *, 
             Stream(sys.stdout).write(text)
             return 0
         file = Path(output).expanduser()
+        if file.parent.resolve() == store.folder.resolve():
+            raise UsageError(f"{_shown(file)} would lie among the kept conversations; name another folder")
         try:
             write_private(file, iter([text.encode()]), replace=force)
             if kv and not copy_private(store.kv_path(conversation.id), _beside(file), replace=force):

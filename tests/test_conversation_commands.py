@@ -407,6 +407,24 @@ def test_a_turn_that_fails_leaves_the_conversation_and_retry_asks_it_again(start
     assert words(agent) == ["first", "One said", "second", "Three said"]
 
 
+@pytest.mark.parametrize(("line", "at_prompt"), [("fork copy", True), ("rename copy", False)])
+def test_a_question_without_an_answer_goes_along_to_a_copy_and_stays_out_of_the_first(
+    start: Start, line: str, at_prompt: bool
+) -> None:
+    agent = start(TURNS[0], ScriptedTurn(error="engine"), *TURNS[1:], at_prompt=at_prompt)
+    play(agent, "first")
+    with pytest.raises(EngineError):
+        ask(agent, "second")
+    run(agent, line)
+    play(agent, run(agent, "retry").ask)
+    store, id = agent.conversations.store, agent.live.id
+    assert words(agent) == ["first", "One said", "second", "Two said"]
+    assert all(store.path(id, stored.id) for stored in store.path(id))  # each is the copy's own
+    play(agent, run(agent, "retry").ask)
+    assert words(agent) == ["first", "One said", "second", "Three said"]
+    assert {len(store.path(other.id)) for other in store.recent() if other.id != id} in ({2}, set())
+
+
 def test_an_engine_that_fails_in_mid_reply_leaves_the_words_beside_the_conversation(start: Start) -> None:
     agent = start()
     play(agent, "first")
@@ -549,6 +567,14 @@ def test_an_unkept_conversation_takes_what_it_shares_along_when_a_new_one_begins
     kept = start(system=system)
     play(kept, "x")
     assert before(kept, "new") == ""
+
+
+@pytest.mark.parametrize("line", [f"sessions {10**30}", "export /", "export ."])
+def test_what_no_store_and_no_folder_takes_is_wrong_usage(start: Start, line: str) -> None:
+    agent = start()
+    play(agent, "a b c")
+    with pytest.raises(UsageError):
+        run(agent, line)
 
 
 def test_what_is_refused_is_not_said_to_cost_anything(start: Start) -> None:

@@ -236,6 +236,32 @@ def test_a_file_that_is_there_is_replaced_only_by_force(sessions, store, tmp_pat
         sessions("export", "work", "-o", str(tmp_path / "missing" / "x"))
 
 
+def test_what_is_no_plain_file_is_not_replaced_by_force_either(sessions, store, folder: Path, tmp_path: Path) -> None:
+    kept(store, ("one", "1"), name="work")
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for file in (pipe, link, tmp_path, "/", "."):
+        with pytest.raises(UsageError, match="cannot be written: it is there already and no plain file"):
+            sessions("export", "work", "-o", str(file), "--force")
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    before = (folder / "conversations.db").read_bytes()
+    with pytest.raises(UsageError, match="would lie among the kept conversations"):
+        sessions("export", "work", "-o", str(folder / "conversations.db"), "--force")
+    assert (folder / "conversations.db").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show", "work", "--at"], ["fork", "work", "--at"], ["list", "--limit"], ["search", "one", "--limit"]],
+)
+def test_a_number_that_is_too_large_for_the_store_is_wrong_usage(sessions, store, words: list[str]) -> None:
+    kept(store, ("one", "1"), name="work")
+    with pytest.raises(UsageError, match="a number has too many digits"):
+        sessions(*words, str(10**30))
+
+
 def test_markdown_goes_to_standard_output_without_control_characters(sessions, store) -> None:
     kept(store, ("one", "\x1b[31mred\x07"), name="work")
     assert sessions("export", "work")[0].endswith("## Assistant\n\n[31mred\n")

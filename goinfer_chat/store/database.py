@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from engine.errors import UsageError
 from goinfer_chat.store.records import StoreError
 
 APPLICATION_ID: Final = int.from_bytes(b"giwc", "big")
@@ -212,6 +213,8 @@ class Database:
             yield
         except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
             raise
+        except OverflowError:
+            raise UsageError("a number has too many digits") from None
         except UnicodeDecodeError as error:  # SQLite reports damage in the words that it found
             raise damaged("text that is no UTF-8") from error
         except sqlite3.Error as error:

@@ -87,9 +87,12 @@ def create_private(path: Path) -> int:
 def write_private(path: Path, chunks: Iterator[bytes], *, replace: bool = True) -> None:
     """A file with these bytes, whole or not at all; a link in its place is replaced, not followed.
 
-    Raises FileExistsError with `replace` False, and OSError.
+    What is there and is no file, such as a device, is never replaced. Raises FileExistsError with `replace` False, and
+    OSError.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    if replace and path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there already and no plain file", str(path))
+    temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         with os.fdopen(create_private(temporary), "wb") as file:
             for chunk in chunks:

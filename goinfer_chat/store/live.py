@@ -83,6 +83,7 @@ class LiveConversation:
         with self._database.writing() as connection:
             queries.settle(connection, self.id, Settled.CRASHED, now)  # what could not be ended on a full disk
             parent = self._head(connection) if after == HEAD else after
+            assert parent is None or queries.message(connection, self.id, parent) is not None, "of another conversation"
             for message in messages:
                 parent = queries.insert_message(connection, self.id, parent, message, created=now, kept=False)
             queries.set_model(connection, self.id, model)
