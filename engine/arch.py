@@ -19,7 +19,7 @@ from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.plan import QUERY_TILE
 from engine.quant import dequantize
-from engine.rope import cos_sin, frequencies, yarn_magnitude, yarn_shares
+from engine.rope import cos_sin, frequencies, temperatures, yarn_magnitude, yarn_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class ArchSpec:
     """Scores and logits x become cap * tanh(x / cap), with the caps of the file."""
     file_scales: bool = False
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
+    temperatures: bool = False
+    """Scores may grow with the position (Mistral 3)."""
     logits_multiplied: bool = False
     """Logits are multiplied with the factor of the file (Command R)."""
     experts: Literal["no", "maybe", "yes"] = "no"
@@ -97,6 +99,7 @@ class ArchSpec:
             "experts, where the file has them": self.experts == "maybe",
             "experts": self.experts == "yes",
             "a shared expert": self.shared_expert == "gated",
+            "scores that grow with the position": self.temperatures,
         }
         return tuple(words for words, is_so in said.items() if is_so)
 
@@ -176,6 +179,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec(name="internlm2", neox_rope=False),
             ArchSpec(name="arcee", neox_rope=False, gated=False, activation="relu2"),
             ArchSpec(name="ernie4_5", neox_rope=False),
+            ArchSpec(name="mistral3", neox_rope=False, temperatures=True),
             ArchSpec(name="qwen2vl", neox_rope=True, rope_sections=True),
             ArchSpec(name="qwen3vl", neox_rope=True, rope_sections=True),
         )
@@ -242,6 +246,8 @@ class ModelConfig:
     """Positions that the model was trained with before its context was extended."""
     yarn: tuple[float, float] | None
     """YaRN: the two betas between which scaling fades in (Peng et al. 2023, section 3.2). None: all are scaled."""
+    score_growth: float
+    """Scores are multiplied with `rope.temperatures` of this; 0: they stay."""
     rope_magnitude: float
     """What cosines and sines are multiplied with."""
     window: int
@@ -285,6 +291,11 @@ class ModelConfig:
         scaled = yarn_shares(base, self.rope_dim, self.rope_context, *self.yarn) if self.yarn else None
         per_position = frequencies(base, self.rope_dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
         return cos_sin(num_positions, per_position, self.rope_magnitude)
+
+    def query_scales(self, num_positions: int) -> NDArray[np.float32]:
+        """What a query at each position is multiplied with [positions] f32."""
+        grown = temperatures(num_positions, self.rope_context, self.score_growth)
+        return grown * np.float32(self.attention_scale)
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:
@@ -385,6 +396,7 @@ class _Reader:
             rope_long_factors=self._rope_factors(rope_dim, "rope_factors_long"),
             rope_context=self.integer("rope.scaling.original_context_length", context, most=MAX_CONTEXT),
             yarn=self._yarn(),
+            score_growth=self._score_growth(),
             rope_magnitude=self._rope_magnitude(scale),
             window=window,
             local=self._local(layers) if window else (False,) * layers,
@@ -514,6 +526,10 @@ class _Reader:
             for which, default in (("fast", 32.0), ("slow", 1.0))
         )
         return fast, slow
+
+    def _score_growth(self) -> float:
+        key = "attention.temperature_scale"
+        return self.number(key, 0.0, least=0.0, most=1e3) if self.arch.temperatures else 0.0
 
     def _rope_magnitude(self, scale: float) -> float:
         """YaRN makes cosines and sines larger (Peng et al. 2023, section 3.4); Phi 3's factor is in the file."""

@@ -132,7 +132,7 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
         rotated = name != "attn_v" and c.is_rotated(layer)
         heads.append(twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y)
     q, k, v = heads
-    return q * np.float32(c.attention_scale), k, v
+    return q * c.query_scales(len(x))[:, None, None], k, v
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:

@@ -43,6 +43,8 @@ class Program:
             self._expert_gated = self._activation(c.experts.ffn_size, [part.down for part in experts], slots)
         self.activations = np.array(self._activations, ACTIVATION)
         self._rope = {local: self._rope_tables(local) for local in {c.is_local(n) for n in range(c.num_layers)}}
+        scales = c.query_scales(model.max_positions) if c.score_growth else None
+        self._q_scales = 0 if scales is None else self._keep(scales)
         self._operations: list[dict[str, int]] = []
         self._build()
         self.operations = np.zeros(len(self._operations), OPERATION)
@@ -161,6 +163,7 @@ class Program:
             Op.HEADS,
             bias=self._bias(n),
             **self._head_norms(n),
+            q_scales=self._q_scales,
             cos=cos,
             sin=sin,
             half=c.rope_dim // 2 if c.is_rotated(n) else 0,

@@ -226,6 +226,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_size": 96,
         "tied": False,
     },
+    "mistral3": {
+        "architecture": "mistral3",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "num_layers": 1,
+    },
     "exaone4": {
         "architecture": "exaone4",
         "hidden_size": 64,

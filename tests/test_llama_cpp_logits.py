@@ -86,6 +86,16 @@ CASES: dict[str, dict[str, Any]] = {
         "ffn_size": 32,
     },
     "internlm2": {"architecture": "internlm2", "tied": False},
+    "mistral3": with_keys(
+        "mistral3",
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
     "llama-linear": with_keys("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
     "llama-factors": {"architecture": "llama", "rope_factors": FACTORS},
     "mixtral": {"architecture": "llama", "experts": 8},

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.rope import cos_sin, frequencies, yarn_magnitude, yarn_shares
+from engine.rope import cos_sin, frequencies, temperatures, yarn_magnitude, yarn_shares
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,3 +91,10 @@ def test_tables_have_the_same_bits_where_numpy_has_no_wide_instructions() -> Non
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )  # fmt: skip
     assert narrow.stdout.strip() == checksum()
+
+
+def test_scores_grow_with_the_logarithm_of_contexts_left_behind() -> None:
+    positions = np.arange(70)
+    expected = 1 + 0.3 * np.log(positions // 16 + 1.0)
+    np.testing.assert_allclose(temperatures(70, 16, 0.3), expected, rtol=1e-7)
+    assert set(temperatures(16, 16, 0.3)) == {1.0}

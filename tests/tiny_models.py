@@ -23,7 +23,7 @@ from engine.quant import TensorType, block_shape, dequantize
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
-    "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
+    "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -42,6 +42,7 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "granite": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
     "granitemoe": {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.7},
     "phi3": {"rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.2},
+    "mistral3": {"attention.temperature_scale": 0.3, "rope.scaling.original_context_length": 16},
     "command-r": {"logit_scale": 0.6},
     "cohere2": {"logit_scale": 0.6},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
@@ -260,6 +261,7 @@ def write_tiny_model(
         "internlm2",
         "arcee",
         "ernie4_5",
+        "mistral3",
     ):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
     if architecture in ("qwen3", "qwen3moe", "qwen3vl", *_GEMMAS) or head_dim * num_heads != hidden_size:

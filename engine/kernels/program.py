@@ -89,6 +89,7 @@ OPERATION = _record(
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
     "norm_bytes",  # HEADS: from one head's weights to the next one's; 0: all have the same
+    "q_scales",  # HEADS: address of a table [positions] f32 that queries are multiplied with; 0: all with the same
     "cos",  # HEADS: addresses of tables [positions, half] f32
     "sin",
     "half",  # rotated pairs of a head

@@ -502,7 +502,7 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
                 rotate_pairs(x, op.cos + table, op.sin + table, op.half)
         slot = position % BLOCK
         if is_query:
-            scale_vector(x, c.scale, dim)
+            scale_vector(x, op.q_scales + 4 * position if op.q_scales else c.scale, dim)
         else:
             values = 1 if is_value else 0
             head = h - c.num_heads - values * c.num_kv_heads
