@@ -27,6 +27,8 @@ class ArchSpec:
     """What a family of models computes, beside the plain pre-norm decoder with a gated feed-forward layer."""
 
     name: str
+    models: str
+    """Models people know it by."""
     neox_rope: bool
     """Rotate pairs (d, d + half) as in GPT-NeoX; False: pairs (2 d, 2 d + 1)."""
     activation: Literal["silu", "gelu", "relu2"] = "silu"
@@ -79,6 +81,11 @@ class ArchSpec:
     """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row."""
 
     @property
+    def is_recurrent(self) -> bool:
+        """Has layers with a running state, which cannot be cut back as keys and values can."""
+        return False
+
+    @property
     def traits(self) -> tuple[str, ...]:
         """What is special about it, for people."""
         said = {
@@ -108,14 +115,26 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
     {
         a.name: a
         for a in (
-            # Mixtral is one of these, with experts.
-            ArchSpec(name="llama", neox_rope=False, experts="maybe"),
-            ArchSpec(name="qwen2", neox_rope=True),
-            ArchSpec(name="qwen2moe", neox_rope=True, experts="yes", normed_experts=False, shared_expert="gated"),
-            ArchSpec(name="qwen3", neox_rope=True),
-            ArchSpec(name="qwen3moe", neox_rope=True, experts="yes"),
+            ArchSpec(
+                name="llama",
+                models="Llama 2, 3; Mistral 7B, Nemo; Mixtral; SmolLM 1, 2; Yi; Falcon 3",
+                neox_rope=False,
+                experts="maybe",
+            ),
+            ArchSpec(name="qwen2", models="Qwen 2, 2.5 (Coder too); DeepSeek R1 Distill Qwen", neox_rope=True),
+            ArchSpec(
+                name="qwen2moe",
+                models="Qwen 1.5 MoE, 2 57B A14B",
+                neox_rope=True,
+                experts="yes",
+                normed_experts=False,
+                shared_expert="gated",
+            ),
+            ArchSpec(name="qwen3", models="Qwen 3", neox_rope=True),
+            ArchSpec(name="qwen3moe", models="Qwen 3 30B A3B, Coder 30B A3B, 235B A22B", neox_rope=True, experts="yes"),
             ArchSpec(
                 name="gemma3",
+                models="Gemma 3 (text)",
                 neox_rope=True,
                 activation="gelu",
                 post_norms=True,
@@ -126,6 +145,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ),
             ArchSpec(
                 name="gemma2",
+                models="Gemma 2",
                 neox_rope=True,
                 activation="gelu",
                 post_norms=True,
@@ -136,26 +156,63 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 wide_scale_layers=46,
                 soft_caps=True,
             ),
-            ArchSpec(name="granite", neox_rope=False, file_scales=True),
-            ArchSpec(name="granitemoe", neox_rope=False, file_scales=True, experts="yes", shared_expert="maybe"),
-            ArchSpec(name="smollm3", neox_rope=False, unrotated_layers=4),
+            ArchSpec(name="granite", models="Granite 3", neox_rope=False, file_scales=True),
+            ArchSpec(
+                name="granitemoe",
+                models="Granite 3 1B A400M, 3B A800M",
+                neox_rope=False,
+                file_scales=True,
+                experts="yes",
+                shared_expert="maybe",
+            ),
+            ArchSpec(name="smollm3", models="SmolLM 3", neox_rope=False, unrotated_layers=4),
             ArchSpec(
                 name="olmo2",
+                models="OLMo 2, 3",
                 neox_rope=True,
                 pre_norms=False,
                 post_norms=True,
                 whole_head_norms=True,
                 local_layers=4,
             ),
-            ArchSpec(name="olmoe", neox_rope=True, whole_head_norms=True, experts="yes", normed_experts=False),
-            ArchSpec(name="phi3", neox_rope=True),
-            ArchSpec(name="starcoder2", neox_rope=True, norm="centred", gated=False, activation="gelu"),
-            ArchSpec(name="stablelm", neox_rope=True, norm="centred", parallel=True),
-            ArchSpec(name="phi2", neox_rope=True, norm="centred", gated=False, activation="gelu", parallel=True),
-            ArchSpec(name="nemotron", neox_rope=True, norm="centred", gated=False, activation="relu2"),
-            ArchSpec(name="command-r", neox_rope=False, norm="centred", parallel=True, logits_multiplied=True),
+            ArchSpec(
+                name="olmoe", models="OLMoE", neox_rope=True, whole_head_norms=True, experts="yes", normed_experts=False
+            ),
+            ArchSpec(name="phi3", models="Phi 3, 3.5, 4", neox_rope=True),
+            ArchSpec(
+                name="starcoder2", models="StarCoder 2", neox_rope=True, norm="centred", gated=False, activation="gelu"
+            ),
+            ArchSpec(
+                name="stablelm", models="StableLM 3B, 2 1.6B, 2 12B", neox_rope=True, norm="centred", parallel=True
+            ),
+            ArchSpec(
+                name="phi2",
+                models="Phi 1.5, 2",
+                neox_rope=True,
+                norm="centred",
+                gated=False,
+                activation="gelu",
+                parallel=True,
+            ),
+            ArchSpec(
+                name="nemotron",
+                models="Nemotron Mini, Minitron",
+                neox_rope=True,
+                norm="centred",
+                gated=False,
+                activation="relu2",
+            ),
+            ArchSpec(
+                name="command-r",
+                models="Command R, R+; Aya 23, Expanse",
+                neox_rope=False,
+                norm="centred",
+                parallel=True,
+                logits_multiplied=True,
+            ),
             ArchSpec(
                 name="cohere2",
+                models="Command R7B, Command A",
                 neox_rope=False,
                 norm="centred",
                 parallel=True,
@@ -164,10 +221,11 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_rope_scaling=True,
                 local_rotation=True,
             ),
-            ArchSpec(name="gemma", neox_rope=True, activation="gelu", scale_embedding=True),
-            ArchSpec(name="glm4", neox_rope=False, post_norms=True),
+            ArchSpec(name="gemma", models="Gemma, CodeGemma", neox_rope=True, activation="gelu", scale_embedding=True),
+            ArchSpec(name="glm4", models="GLM 4 0414", neox_rope=False, post_norms=True),
             ArchSpec(
                 name="exaone4",
+                models="EXAONE 4",
                 neox_rope=True,
                 pre_norms=False,
                 post_norms=True,
@@ -175,18 +233,18 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_rope_scaling=True,
                 local_rotation=True,
             ),
-            ArchSpec(name="seed_oss", neox_rope=True, ffn_norm="post_attention_norm"),
-            ArchSpec(name="internlm2", neox_rope=False),
-            ArchSpec(name="arcee", neox_rope=False, gated=False, activation="relu2"),
-            ArchSpec(name="ernie4_5", neox_rope=False),
-            ArchSpec(name="mistral3", neox_rope=False, temperatures=True),
-            ArchSpec(name="qwen2vl", neox_rope=True, rope_sections=True),
-            ArchSpec(name="qwen3vl", neox_rope=True, rope_sections=True),
+            ArchSpec(name="seed_oss", models="Seed OSS", neox_rope=True, ffn_norm="post_attention_norm"),
+            ArchSpec(name="internlm2", models="InternLM 2, 2.5", neox_rope=False),
+            ArchSpec(name="arcee", models="AFM 4.5B", neox_rope=False, gated=False, activation="relu2"),
+            ArchSpec(name="ernie4_5", models="ERNIE 4.5 0.3B", neox_rope=False),
+            ArchSpec(name="mistral3", models="Ministral 3", neox_rope=False, temperatures=True),
+            ArchSpec(name="qwen2vl", models="Qwen 2 VL, 2.5 VL (text)", neox_rope=True, rope_sections=True),
+            ArchSpec(name="qwen3vl", models="Qwen 3 VL (text)", neox_rope=True, rope_sections=True),
         )
     }
 )
 
-_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
+ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 
 MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT, MAX_EXPERTS = 1024, 1 << 20, 1 << 27, 1024
 """Bounds that no model comes near: a file beyond them is damaged."""
@@ -506,17 +564,20 @@ class _Reader:
         kind = self._value("rope.scaling.type")
         if kind is None:
             return "linear"  # old files name only the factor
-        if kind not in _ROPE_KINDS:
+        if not isinstance(kind, str):
+            raise self._bad("rope.scaling.type", "is not a word")
+        if kind not in ROPE_KINDS:
             raise UnsupportedModelError(
-                f"{self.file}: RoPE scaling {str(kind)[:32]!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
+                f"{self.file}: RoPE scaling {kind[:32]!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
             )
-        return str(kind)
+        return kind
 
     def _rope_scale(self) -> float:
         if self._rope_kind() == "none":
             return 1.0
         key = "rope.scaling.factor" if self._value("rope.scaling.factor") is not None else "rope.scale_linear"
-        return self.number(key, 1.0, least=0.0, most=1e6) or 1.0
+        scale = self.number(key, 1.0, least=0.0, most=1e6) or 1.0  # 0: none
+        return self.number(key, 1.0, least=1e-3, most=1e6) if scale < 1e-3 else scale
 
     def _yarn(self) -> tuple[float, float] | None:
         if self._rope_kind() != "yarn":
@@ -545,6 +606,6 @@ class _Reader:
         if info is None:
             return ()
         factors = dequantize(info.type, self.gguf.data(info.name)).reshape(-1)
-        if len(factors) != rope_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors > 0):
+        if len(factors) != rope_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors >= 1e-3):
             raise ModelFileError(f"{self.file}: {info.name} must be {rope_dim // 2} positive numbers")
         return tuple(float(f) for f in factors)

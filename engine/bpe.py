@@ -45,6 +45,11 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 )
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+)
 _SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
@@ -54,6 +59,8 @@ _DEEPSEEK3 = (
 _GPT2_SPLIT = PreTokenizer(patterns=(_GPT2,))
 _DIGITS_GPT2_SPLIT = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _LLAMA3_SPLIT = PreTokenizer(patterns=(_LLAMA3,), ignore_merges=True, add_bos=True)
+_CL100K_SPLIT = PreTokenizer(patterns=(_LLAMA3,))
+_O200K_SPLIT = PreTokenizer(patterns=(_O200K,))
 _QWEN2_SPLIT = PreTokenizer(patterns=(_QWEN2,), nfc=True)
 
 PRE_TOKENIZERS = {
@@ -61,16 +68,26 @@ PRE_TOKENIZERS = {
     "gpt-2": _GPT2_SPLIT,
     "olmo": _GPT2_SPLIT,
     "mellum": _GPT2_SPLIT,
+    "phi-2": _GPT2_SPLIT,
+    "exaone4": _GPT2_SPLIT,
     "smollm": _DIGITS_GPT2_SPLIT,
     "starcoder": _DIGITS_GPT2_SPLIT,
     "refact": _DIGITS_GPT2_SPLIT,
     "command-r": _DIGITS_GPT2_SPLIT,
+    "exaone": _DIGITS_GPT2_SPLIT,
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
     "llama-bpe": _LLAMA3_SPLIT,
     "falcon3": _LLAMA3_SPLIT,
+    "dbrx": _CL100K_SPLIT,
+    "smaug-bpe": _CL100K_SPLIT,
+    "glm4": _CL100K_SPLIT,
+    "chatglm-bpe": _CL100K_SPLIT,
+    "gpt-4o": _O200K_SPLIT,
+    "llama4": _O200K_SPLIT,
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "stablelm2": PreTokenizer(patterns=(_QWEN2,)),
     "megrez": PreTokenizer(patterns=(_QWEN2,)),
     "qwen35": PreTokenizer(patterns=(_QWEN35,), nfc=True),
     "tekken": PreTokenizer(patterns=(_TEKKEN,), ignore_merges=True, add_bos=True),

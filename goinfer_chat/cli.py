@@ -191,11 +191,14 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     @app.command("models")
     def models_command(
         supported: Annotated[bool, typer.Option("--supported", help="Show what kinds of models run instead.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="With --supported: as JSON.")] = False,
     ) -> int:
         """Show the models that are here and those that can be had."""
         from goinfer_chat.models.command import show_models, show_supported
 
-        return (show_supported if supported else show_models)(Stream(sys.stdout))
+        if as_json and not supported:
+            raise UsageError("models --json needs --supported")
+        return show_supported(Stream(sys.stdout), as_json=as_json) if supported else show_models(Stream(sys.stdout))
 
     @app.command("pull")
     def pull_command(

@@ -24,6 +24,7 @@ from engine.arch import ARCHITECTURES
 from engine.errors import OutOfMemoryError, UsageError
 from engine.kernels.formats import FORMATS
 from goinfer_chat.loading import load_engine
+from goinfer_chat.models.supported import as_markdown
 from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_size
@@ -403,6 +404,22 @@ def test_models_supported_lists_every_architecture_and_tensor_type(program) -> N
     assert next(line for line in lines if line.startswith("gemma2")).endswith("soft caps, scaled embeddings")
     types = next(line for line in lines if line.startswith("tensor types")).split()[2:]
     assert set(types) == {kind.name for kind in FORMATS}
+
+
+def test_models_supported_as_json_has_the_same_matrix(program) -> None:
+    found = json.loads(program(HELLO, "models", "--supported", "--json").stdout)
+    assert [row["name"] for row in found["architectures"]] == list(ARCHITECTURES)
+    assert all(row["reuse"] and row["speculation"] and row["models"] for row in found["architectures"])
+    assert set(found["tensor_types"]) == {kind.name for kind in FORMATS}
+    assert found["kv_types"] == ["f16", "q8_0", "f32"]
+    refused = program(HELLO, "models", "--json")
+    assert refused.returncode == 2
+    assert b"models --json needs --supported" in refused.stdout + refused.stderr
+
+
+def test_the_page_of_architectures_is_what_the_program_writes() -> None:
+    page = Path(__file__).parents[1] / "docs" / "architectures.md"
+    assert page.read_text() == as_markdown(), "write it anew: python -m goinfer_chat.models.supported"
 
 
 def test_models_lists_the_catalogue_and_where_each_is(program, tmp_path: Path) -> None:

@@ -391,6 +391,13 @@ def test_spellings_are_found_leftmost_and_longest(texts: list[str], text: str) -
 # -- there and back ------------------------------------------------------------------------------------------------
 
 
+def test_gpt_4o_ends_words_before_capitals_and_keeps_contractions() -> None:
+    (pattern,) = PRE_TOKENIZERS["gpt-4o"].patterns
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    found = [word for word, _ in split.pre_tokenize_str("helloWorld HTTPServer don't 12345 a/b//\n\nx")]
+    assert found == ["hello", "World", " HTTPServer", " don't", " ", "123", "45", " a", "/b", "//\n\n", "x"]
+
+
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_text_comes_back_from_its_ids_with_every_pre_tokenizer(pre: str) -> None:
     tokenizer = Tokenizer.from_gguf(bpe_metadata(pre))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 from engine import giw_file
@@ -30,18 +31,11 @@ def show_models(out: Stream) -> int:
     return 0
 
 
-def show_supported(out: Stream) -> int:
+def show_supported(out: Stream, *, as_json: bool = False) -> int:
     """What kinds of models run, out of the engine's own tables. Returns the exit code."""
-    from engine.arch import ARCHITECTURES
-    from engine.kernels.formats import FORMATS
+    from goinfer_chat.models import supported
 
-    out.line("architecture (general.architecture)  special about it")
-    for spec in ARCHITECTURES.values():
-        out.line(f"{spec.name:<37}{', '.join(spec.traits) or 'nothing'}")
-    out.line(f"\ntensor types  {' '.join(kind.name for kind in FORMATS)}")
-    out.line("K and V       f16 f32 q8_0")
-    out.line("all of them   reuse of what is cached, undo, forks, kept caches, speculation; tools and thinking are the")
-    out.line("              chat template's")
+    out.line(json.dumps(supported.as_json(), indent=2) if as_json else supported.as_text())
     return 0
 
 

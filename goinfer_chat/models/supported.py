@@ -1,0 +1,112 @@
+"""What kinds of models run, out of the engine's own tables: `goinfer-chat models --supported`.
+
+docs/architectures.md is this too: `python -m goinfer_chat.models.supported > docs/architectures.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row of the matrix."""
+
+    name: str
+    """`general.architecture` of a GGUF file."""
+    models: str
+    """Models people know it by."""
+    reuse: bool
+    """What is cached is reused: long prompts, undo, forks, kept conversations."""
+    speculation: bool
+    checkpoints: bool
+    """Whether it needs them for that: a running state cannot be cut back, keys and values can."""
+    tools: str
+    """Who says how calls are written."""
+    thinking: str
+    special: tuple[str, ...]
+
+
+def architectures() -> list[Architecture]:
+    from engine.arch import ARCHITECTURES
+
+    return [
+        Architecture(a.name, a.models, True, True, a.is_recurrent, "template", "template", a.traits)
+        for a in ARCHITECTURES.values()
+    ]
+
+
+def lists() -> dict[str, list[str]]:
+    """What holds for all architectures, by what it is."""
+    from engine.api import KVType
+    from engine.arch import ROPE_KINDS
+    from engine.bpe import PRE_TOKENIZERS
+    from engine.kernels.formats import FORMATS
+
+    return {
+        "tensor_types": [kind.name for kind in FORMATS],
+        "kv_types": list(get_args(KVType)),
+        "rope_scaling": list(ROPE_KINDS),
+        "pre_tokenizers": list(PRE_TOKENIZERS),
+    }
+
+
+_TITLES = {
+    "tensor_types": "tensor types",
+    "kv_types": "K and V",
+    "rope_scaling": "RoPE scaling",
+    "pre_tokenizers": "BPE splitting",
+}
+_COLUMNS = ("architecture", "models", "reuse", "speculation", "checkpoints", "tools", "thinking", "special about it")
+_ALL = (
+    "Reuse: what is cached is used again, in undo, forks and kept conversations too. Checkpoints: needed for it where a"
+    " layer's state cannot be cut back. Tools and thinking: written and read as the file's chat template writes them;"
+    " where it knows no tools, they are told in words."
+)
+
+_PAGE = """# Which models run
+
+This page is written by the program (`python -m goinfer_chat.models.supported`), and a test holds it to the code.
+`goinfer-chat models --supported` shows the same in a terminal, with `--json` for programs.
+
+An architecture is what a GGUF file names as `general.architecture`. Each one here is compared with llama.cpp's logits
+on a small random model, and with a plain NumPy version of itself bit by bit ([how to add one](adding-a-model.md)).
+A file with a tensor or a setting that the engine does not know is refused with its name, never run in part.
+"""
+
+
+def _cells(row: Architecture) -> tuple[str, ...]:
+    def said(so: bool) -> str:
+        return "yes" if so else "no"
+
+    checkpoints = "yes" if row.checkpoints else "not needed"
+    special = ", ".join(row.special) or "nothing"
+    return (
+        row.name, row.models, said(row.reuse), said(row.speculation), checkpoints, row.tools, row.thinking, special,
+    )  # fmt: skip
+
+
+def as_json() -> dict[str, Any]:
+    return {"architectures": [asdict(row) for row in architectures()], **lists()}
+
+
+def as_text() -> str:
+    """For a terminal."""
+    rows = [_COLUMNS, *map(_cells, architectures())]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*table, "", *(f"{_TITLES[what]:<15}{' '.join(names)}" for what, names in lists().items()), _ALL])
+
+
+def as_markdown() -> str:
+    """docs/architectures.md."""
+    cells = [f"| {' | '.join(row)} |" for row in map(_cells, architectures())]
+    table = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS), *cells]
+    more = [f"- **{_TITLES[what]}**: {' '.join(f'`{name}`' for name in names)}" for what, names in lists().items()]
+    return "\n".join([_PAGE, *table, "", _ALL, "", *more, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,141 @@
+"""Whatever the metadata of a file says, the model runs or is refused with one line: keys dropped, or of any value."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_forward import Runner, tokens
+from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
+
+from engine.errors import GoinferError
+from engine.gguf_file import open_gguf
+from engine.kv_cache import KVPool
+from engine.model import Model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "ffn_size": 32,
+    "num_layers": 2,
+    "context_size": 64,
+}
+# Keys that any architecture may have, beside those that its tiny model has.
+MORE_KEYS = (
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scale_linear",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.temperature_scale",
+    "logit_scale",
+)
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.sampled_from([0, 1, 2, 3, 5, 7, 10, 15, 16, 17, 31, 48, 64, 255, 4096, 1 << 20, (1 << 32) - 1]),
+    st.sampled_from([0.0, -1.0, 1e-30, 0.3, 2.0, 1e30, float("inf"), float("-inf"), float("nan")]),
+    st.sampled_from(["", "yarn", "linear", "longrope", "none", "dynamic", "\x1b[31m", "x" * 300]),
+    st.booleans(),
+    st.lists(st.integers(0, 64), min_size=1, max_size=5),
+    st.lists(st.booleans(), min_size=1, max_size=3),
+    st.lists(st.sampled_from([0.5, float("nan")]), min_size=1, max_size=3),
+)
+
+
+@cache
+def keys_of(architecture: Architecture) -> list[str]:
+    """The keys under the architecture's name in its tiny model, and those it may have."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_model(Path(folder) / "tiny.gguf", architecture, **SIZES)
+        with open_gguf(path) as gguf:
+            own = [key for key in gguf.metadata if key.startswith(f"{architecture}.")]
+    return list(dict.fromkeys([*own, *(f"{architecture}.{key}" for key in MORE_KEYS)]))
+
+
+def runs_or_is_refused(path: Path) -> bool:
+    """Whether a model runs; if not it was refused as everything is that a file can do wrong."""
+    try:
+        with open_gguf(path) as gguf:
+            model = Model.load(gguf, threads=1, max_rows=16, max_positions=64)
+    except GoinferError as error:
+        said = str(error)
+        assert said.startswith(path.name), said
+        assert said.isprintable(), said
+        assert len(said) < 400, said
+        return False
+    try:
+        pool = KVPool(model.kv_block_bytes, 4)
+        model.bind_pool(pool)
+        runner = Runner(model, pool)
+        runner.step((runner.table(), tokens(12)))
+    finally:
+        model.close()
+    return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """Compiled once, outside of any example's time."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert runs_or_is_refused(write_tiny_model(Path(folder) / "tiny.gguf", **SIZES))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_odd_metadata_runs_or_is_refused_with_one_line(architecture: Architecture, data: st.DataObject) -> None:
+    keys = data.draw(st.lists(st.sampled_from(keys_of(architecture)), min_size=1, max_size=3, unique=True))
+    metadata = {key: data.draw(ODD_VALUES, key) for key in keys}
+    with tempfile.TemporaryDirectory() as folder:
+        runs_or_is_refused(write_tiny_model(Path(folder) / "odd.gguf", architecture, metadata=metadata, **SIZES))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_size_that_is_missing_or_off_by_one_is_named(architecture: Architecture, tmp_path: Path) -> None:
+    for key in ("block_count", "embedding_length", "attention.head_count", "feed_forward_length"):
+        path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": None}, **SIZES)
+        with open_gguf(path) as gguf, pytest.raises(GoinferError, match=f"{architecture}.{key} is missing"):
+            Model.load(gguf)
+    for key, value in (("embedding_length", 64), ("feed_forward_length", 64), ("attention.head_count", 4)):
+        path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": value}, **SIZES)
+        with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"m\.gguf"):
+            Model.load(gguf)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_tensor_that_is_missing_is_named(architecture: Architecture, tmp_path: Path) -> None:
+    with open_gguf(write_tiny_model(tmp_path / "whole.gguf", architecture, **SIZES)) as gguf:
+        names = [n for n in gguf.tensors if n.startswith("blk.1.") and n.endswith(".weight") and "_norm" not in n]
+    assert len(names) >= 4
+    for name in names:
+        path = write_tiny_model(tmp_path / "less.gguf", architecture, tensors={name: None}, **SIZES)
+        with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"less\.gguf: tensor blk\.1\.\w+\.weight"):
+            Model.load(gguf)
+
+
+def test_the_values_are_odd_enough_to_be_refused_and_tame_enough_to_run(tmp_path: Path) -> None:
+    odd = {"rope.scaling.type": "dynamic", "rope.freq_base": float("nan"), "attention.head_count": "two"}
+    for key, value in odd.items():
+        path = write_tiny_model(tmp_path / "odd.gguf", metadata={f"llama.{key}": value}, **SIZES)
+        assert not runs_or_is_refused(path), key
+    assert runs_or_is_refused(
+        write_tiny_model(tmp_path / "tame.gguf", metadata={"llama.rope.scaling.factor": 2.0}, **SIZES)
+    )
+    assert np.isnan(odd["rope.freq_base"])
