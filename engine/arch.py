@@ -499,7 +499,7 @@ class _Reader:
         unsupported = ""
         if head_dim != value_dim:
             unsupported = f"keys of {head_dim} and values of {value_dim}"
-        elif head_dim % 16 or head_dim > 512 or rope_dim % 2:
+        elif not head_dim or head_dim % 16 or head_dim > 512 or rope_dim % 2:
             unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512, and 2)"
         elif heads // kv_heads > QUERY_TILE:
             unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
@@ -515,7 +515,8 @@ class _Reader:
 
         def factor(key: str, default: float) -> float:
             """0 in a file means that there is none."""
-            return self.number(key, 0.0, least=0.0, most=1e6) or default
+            given = self.number(key, 0.0, least=0.0, most=1e6)
+            return self.number(key, default, least=1e-6, most=1e6) if given else default
 
         def cap(key: str, default: float) -> float:
             return self.number(key, default, least=1e-3, most=1e6) if arch.soft_caps else 0.0

@@ -109,11 +109,13 @@ def test_odd_metadata_runs_or_is_refused_with_one_line(architecture: Architectur
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_size_that_is_missing_or_off_by_one_is_named(architecture: Architecture, tmp_path: Path) -> None:
-    for key in ("block_count", "embedding_length", "attention.head_count", "feed_forward_length"):
+    # With experts a file may name their size alone.
+    ffn = [] if f"{architecture}.expert_feed_forward_length" in keys_of(architecture) else ["feed_forward_length"]
+    for key in ("block_count", "embedding_length", "attention.head_count", *ffn):
         path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": None}, **SIZES)
         with open_gguf(path) as gguf, pytest.raises(GoinferError, match=f"{architecture}.{key} is missing"):
             Model.load(gguf)
-    for key, value in (("embedding_length", 64), ("feed_forward_length", 64), ("attention.head_count", 4)):
+    for key, value in (("embedding_length", 64), ("attention.head_count", 4), *((name, 64) for name in ffn)):
         path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": value}, **SIZES)
         with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"m\.gguf"):
             Model.load(gguf)
