@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import stat
@@ -514,6 +515,21 @@ def test_a_cache_that_cannot_be_copied_is_said_and_the_words_are_forked(folder: 
         kept(store, ("one", "1"), name="work")
     out, err = run_code(code, folder).communicate()
     assert out.startswith("the cache could not be copied (File too large)"), err
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_store_that_is_removed_while_it_is_in_use_takes_no_more_words(folder: Path, replaced: bool) -> None:
+    with Store(folder) as store:
+        live = store.create(name="work")
+        say(live, "one", "1")
+        shutil.rmtree(folder)
+        if replaced:
+            Store(folder).close()
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"conversations.db was removed or replaced while it was in use"):
+                say(live, "two", "2")
+        with pytest.raises(StoreError, match="removed or replaced"):
+            live.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that gives up its rights")

@@ -97,6 +97,7 @@ class Database:
     def __init__(self, path: Path, *, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
         self.path = path
         self._lock = threading.RLock()
+        self._file: tuple[int, int] | None = None
         with self._explained():
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -105,6 +106,7 @@ class Database:
                 self._connection.row_factory = _Row
                 self._configure()
                 self._migrate(migrations)
+                self._file = _which_file(path)
             except BaseException:
                 self._connection.close()
                 raise
@@ -162,7 +164,12 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that others see whole, on the disk when it is over, or not at all."""
+        """A transaction that others see whole, on the disk when it is over, or not at all.
+
+        SQLite would go on writing to a file that was removed, and all of it would be lost.
+        """
+        if self._file is not None and _which_file(self.path) != self._file:
+            raise StoreError(f"{self.path} was removed or replaced while it was in use; start again")
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
@@ -219,6 +226,15 @@ class Database:
             raise damaged("text that is no UTF-8") from error
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: {_explanation(error)}") from error
+
+
+def _which_file(path: Path) -> tuple[int, int] | None:
+    """None where there is none, as of a database in memory."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 class _Row(sqlite3.Row):
