@@ -29,8 +29,10 @@ def load(
     prefill_chunk: int | None = None,
     draft: str | Path | None = None,
     from_disk: bool = False,
+    backend: str = "cpu",
+    device: str = "auto",
 ) -> LocalEngine:
-    """Load a GGUF model on the `cpu` backend. What is heavy is imported here, so `import engine` stays cheap.
+    """Load a GGUF model. What is heavy is imported here, so `import engine` stays cheap.
 
     context_size   positions of a conversation; None: the smaller of 8,192 and what the model was trained for
     threads        None: one for each physical core this process may use
@@ -46,6 +48,8 @@ def load(
     prefill_chunk  rows of prompts in a step while others decode; None: as many as take about a tenth of a second
     draft          a smaller model of the same vocabulary, which guesses for this one
     from_disk      read weights from the disk when they are needed: the model may be larger than memory
+    backend        `cpu`: this engine's own kernels; `torch`: PyTorch, the same files and the same cache
+    device         of torch: `cuda`, `mps`, `cpu`, or `auto`: a GPU that holds the model, if there is one
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
@@ -67,4 +71,6 @@ def load(
         prefill_chunk=prefill_chunk,
         draft=None if draft is None else Path(draft),
         from_disk=from_disk,
+        backend=backend,
+        device=device,
     )

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.arch import ModelConfig
+from engine.backend import Backend, StepModel
 from engine.errors import UsageError
 from engine.gguf_file import GGUFFile
-from engine.kv_cache import BLOCK_SIZE, CacheFullError, KVPool
-from engine.model import Batch, Model
+from engine.kv_cache import BLOCK_SIZE, CacheFullError
+from engine.model import Batch
 from engine.sampler import largest
 from engine.sessions import Sessions
 
@@ -48,6 +49,7 @@ class DraftModel:
     @classmethod
     def load(
         cls,
+        backend: Backend,
         gguf: GGUFFile,
         *,
         vocab_size: int,
@@ -59,18 +61,18 @@ class DraftModel:
     ) -> Self:
         """Load a model whose vocabulary was checked. `num_blocks` is of its cache.
 
-        Raises what Model.load raises.
+        Raises what Backend.load raises.
         """
         positions = min(context_size, ModelConfig.from_gguf(gguf).train_context_size)
-        model = Model.load(gguf, threads=threads, max_rows=MAX_ROWS, max_positions=positions, progress=progress)
+        model = backend.load(
+            gguf, threads=threads, max_rows=MAX_ROWS, max_positions=positions, kv_type="f16", progress=progress
+        )
         return cls(model, vocab_size, num_blocks, kv_sessions)
 
-    def __init__(self, model: Model, vocab_size: int, num_blocks: int, kv_sessions: int) -> None:
+    def __init__(self, model: StepModel, vocab_size: int, num_blocks: int, kv_sessions: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        self._pool = KVPool(model.kv_block_bytes, num_blocks)
-        model.bind_pool(self._pool)
-        self._sessions = Sessions(self._pool, kv_sessions)
+        self._sessions = Sessions(model.new_pool(num_blocks), kv_sessions)
         self._steps: deque[float] = deque(maxlen=9)
 
     @property

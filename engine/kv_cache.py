@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +53,22 @@ class KVPool:
         assert num_blocks > 0
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
-        self.memory = _map_zeros(block_bytes * num_blocks).reshape(num_blocks, block_bytes)
+        self.memory = self._map()
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+
+    def _map(self) -> NDArray[np.uint8]:
+        return _map_zeros(self.block_bytes * self.num_blocks).reshape(self.num_blocks, self.block_bytes)
+
+    def read(self, block: int) -> NDArray[np.uint8]:
+        """The bytes of a block [block_bytes] u8, not to be changed."""
+        found: NDArray[np.uint8] = self.memory[block]
+        return found
+
+    @contextlib.contextmanager
+    def editing(self, block: int) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of a block [block_bytes] u8, to be changed within."""
+        yield self.memory[block]
 
     @property
     def num_free(self) -> int:
@@ -91,8 +104,11 @@ class KVPool:
     def copy(self, block: int) -> int:
         """A new block with the same contents. Raises CacheFullError."""
         twin = self.allocate()
-        self.memory[twin] = self.memory[block]
+        self._copy(block, twin)
         return twin
+
+    def _copy(self, source: int, target: int) -> None:
+        self.memory[target] = self.memory[source]
 
 
 def _map_zeros(num_bytes: int) -> NDArray[np.uint8]:

@@ -292,7 +292,8 @@ class KVFile:
 
         def load(piece: _Piece) -> bool:
             start, end = max(first, piece.start), min(length, piece.start + piece.count)
-            return log.load(piece, pool.memory[table.blocks[start // BLOCK_SIZE]], start, end)
+            with pool.editing(table.blocks[start // BLOCK_SIZE]) as block:
+                return log.load(piece, block, start, end)
 
         pieces = [p for p in log.pieces if p.start < length and p.start + p.count > first]
         with ThreadPoolExecutor(usable_threads()) as threads:  # reading and checksums let go of the GIL
@@ -475,7 +476,7 @@ class KVFile:
             start = log.length
             end = min(len(table), (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
             slot = start % BLOCK_SIZE
-            block = pool.memory[table.blocks[start // BLOCK_SIZE]]
+            block = pool.read(table.blocks[start // BLOCK_SIZE])
             log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
 
 

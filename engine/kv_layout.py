@@ -27,6 +27,16 @@ NUMERICS_VERSION = 1
 """Raised whenever the same model and ids may give other bits of K or V than before."""
 MAX_HEADER_BYTES = 1024
 
+MAKERS = ("the cpu backend", "torch, cpu", "torch, cuda", "torch, mps")
+"""What computes K and V, by number: the highest byte of `Identity.numerics_version`."""
+
+
+def numerics_of(maker: int, version: int) -> int:
+    """The number of a maker's numerics. Of torch the version is a fingerprint of all that may change bits."""
+    assert 0 <= version < 1 << 24
+    return maker << 24 | version
+
+
 _START = struct.Struct("<12sII")
 _IDENTITY = struct.Struct("<I32s32s16s8sIII16s")
 _PART = struct.Struct("<II")
@@ -107,7 +117,9 @@ class Identity:
     numerics_version: int = NUMERICS_VERSION
 
     @classmethod
-    def of(cls, config: ModelConfig, content_hash: str, kv_type: KVType = "f16") -> Identity:
+    def of(
+        cls, config: ModelConfig, content_hash: str, kv_type: KVType = "f16", numerics: int = NUMERICS_VERSION
+    ) -> Identity:
         """Of a model with its K/V in this type."""
         arch = config.arch
         rope = [config.rope_base, config.rope_dim, config.rope_scale, list(config.rope_factors)]
@@ -118,6 +130,7 @@ class Identity:
             rope=hashlib.sha256(json.dumps(rope).encode()).digest(),
             kv_type=kv_type,
             layout=KVLayout.of(config, kv_type),
+            numerics_version=numerics,
         )
 
     def __post_init__(self) -> None:

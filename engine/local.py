@@ -1,4 +1,4 @@
-"""The `cpu` backend: the parts of this package put together as an Engine."""
+"""The parts of this package put together as an Engine, whatever computes the model (`backend.py`)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from engine.api import (
     ToolChoice,
 )
 from engine.arch import ModelConfig
+from engine.backend import Backend, CpuBackend, StepModel, open_backend
 from engine.buffers import MAX_WANTED
 from engine.chat_template import ChatTemplate
 from engine.cpu import MAX_THREADS
@@ -38,11 +39,10 @@ from engine.generate import Generation, Rows
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.grammar import GrammarCompiler
 from engine.kept_files import CAP_BYTES, KeptFiles
-from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
+from engine.kv_cache import BLOCK_SIZE, BlockTable, blocks_for
 from engine.kv_folder import prepare
 from engine.kv_layout import Identity
-from engine.memory import MemoryPlan, available_memory, plan_memory
-from engine.model import Model
+from engine.memory import MemoryPlan, plan_memory
 from engine.reply_plan import plan_reply
 from engine.sampler import Sampler, log_probabilities
 from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler
@@ -91,6 +91,8 @@ class LocalEngine:
         prefill_chunk: int | None = None,
         draft: Path | None = None,
         from_disk: bool = False,
+        backend: str = "cpu",
+        device: str = "auto",
     ) -> Self:
         """See `engine.load`."""
         if kv_sessions < 0:
@@ -121,11 +123,12 @@ class LocalEngine:
                     f"{path.name}: the tokenizer has {tokenizer.vocab_size:,} tokens and the model only "
                     f"{config.vocab_size:,}: the file's parts do not belong together"
                 )
-            needs = [Model.estimate(gguf, kv_type)]
+            place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk)
+            needs = [place.estimate(gguf, kv_type)]
             draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
             if draft_gguf is not None:
                 check_vocabulary(draft_gguf, gguf)
-                needs.append(Model.estimate(draft_gguf))
+                needs.append(place.estimate(draft_gguf, "f16"))
             plan = plan_memory(
                 name=path.name,
                 weight_bytes=sum(weight_bytes for weight_bytes, _ in needs),
@@ -133,11 +136,11 @@ class LocalEngine:
                 context_size=context_size,
                 train_context_size=config.train_context_size,
                 kv_sessions=kv_sessions,
-                available=available_memory(),
+                available=place.available_memory(),
                 from_disk=from_disk,
-                token_bytes=Model.token_bytes(gguf),
+                token_bytes=place.token_bytes(gguf),
             )
-            model = Model.load(
+            model = place.load(
                 gguf,
                 threads=threads,
                 max_rows=MAX_ROWS,
@@ -150,6 +153,7 @@ class LocalEngine:
             draft_model = None
             if draft_gguf is not None:
                 draft_model = DraftModel.load(
+                    place,
                     draft_gguf,
                     vocab_size=tokenizer.vocab_size,
                     threads=threads,
@@ -171,9 +175,10 @@ class LocalEngine:
                 max_concurrent=max_concurrent,
                 prefill_chunk=prefill_chunk,
                 draft_model=draft_model,
+                backend=place,
             )
             if kv_folder is not None and kv_sessions > 0:
-                engine.keep_in(kv_folder, Identity.of(model.config, engine.info.identity, kv_type), kv_cap_bytes)
+                engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
             undo.pop_all()
             return engine
 
@@ -182,7 +187,7 @@ class LocalEngine:
         gguf: GGUFFile,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        model: Model,
+        model: StepModel,
         plan: MemoryPlan,
         kv_sessions: int,
         speculation: SpeculationMode = "off",
@@ -190,18 +195,18 @@ class LocalEngine:
         max_concurrent: int = 4,
         prefill_chunk: int | None = None,
         draft_model: DraftModel | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.info = replace(
-            _model_info(gguf, tokenizer, template, model, plan),
+            _model_info(gguf, tokenizer, template, model, plan, backend or CpuBackend()),
             session_reuse=_session_reuse(kv_sessions, plan),
             fewer_sessions=_num_fitting(kv_sessions, plan) < kv_sessions,
         )
         self._gguf = gguf
         self._model = model
-        self._pool = KVPool(model.kv_block_bytes, plan.num_blocks)
-        model.bind_pool(self._pool)
+        self._pool = model.new_pool(plan.num_blocks)
         self._sessions = Sessions(self._pool, kv_sessions)
         self._kv_sessions = kv_sessions
         self._speculation = speculation
@@ -209,6 +214,10 @@ class LocalEngine:
         self._grammars = GrammarCompiler(tokenizer)
         self._told_form = False
         self._scheduler = Scheduler(model, self._sessions, max_concurrent=max_concurrent, prefill_chunk=prefill_chunk)
+
+    def identity(self) -> Identity:
+        """What its keys and values belong to."""
+        return Identity.of(self._model.config, self.info.identity, self._model.kv_type, self._model.numerics)
 
     def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
         """Keep conversations' caches in a prepared folder too, and bring back the last ones. Before the first request.
@@ -453,7 +462,12 @@ def _read_tokenizer(gguf: GGUFFile) -> Tokenizer:
 
 
 def _model_info(
-    gguf: GGUFFile, tokenizer: Tokenizer, template: ChatTemplate, model: Model, plan: MemoryPlan
+    gguf: GGUFFile,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    model: StepModel,
+    plan: MemoryPlan,
+    backend: Backend,
 ) -> ModelInfo:
     config = model.config
     return ModelInfo(
@@ -467,12 +481,12 @@ def _model_info(
         train_context_size=config.train_context_size,
         kv_bytes_per_token=model.kv_block_bytes // BLOCK_SIZE,
         weight_bytes=model.weight_bytes,
-        backend="cpu",
+        backend=backend.name,
         kernels=model.kernels,
         threads=model.threads,
         kv_type=model.kv_type,
         identity=gguf.content_hash(),
-        notices=(*tokenizer.notices, *template.notices, *plan.notices),
+        notices=(*tokenizer.notices, *template.notices, *backend.notices, *plan.notices),
     )
 
 

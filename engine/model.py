@@ -27,7 +27,7 @@ from engine.kernels.program import CONTEXT, Stored
 from engine.kernels.target import detect
 from engine.kernels.workers import Workers
 from engine.kv_cache import BLOCK_SIZE, KVPool
-from engine.kv_layout import KVLayout
+from engine.kv_layout import NUMERICS_VERSION, KVLayout
 from engine.matrices import ModelMatrices
 from engine.operations import Program
 from engine.weights import Matrix, Weights
@@ -200,6 +200,16 @@ class Model:
         for name, value in values.items():
             context[name] = value
         return context
+
+    @property
+    def numerics(self) -> int:
+        return NUMERICS_VERSION
+
+    def new_pool(self, num_blocks: int) -> KVPool:
+        """Memory for keys and values, in use from here on. Raises OutOfMemoryError."""
+        pool = KVPool(self.kv_block_bytes, num_blocks)
+        self.bind_pool(pool)
+        return pool
 
     def bind_pool(self, pool: KVPool) -> None:
         """Use this memory for keys and values."""

@@ -28,7 +28,7 @@ from engine.sessions import Sessions
 from engine.step import PrefillPace, step
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from engine.backend import StepModel
 
 MAX_CONCURRENT = 32
 """Each of so many has at least two rows of logits in a step, and eight of a prompt."""
@@ -69,11 +69,11 @@ class Scheduler:
     """The replies of one model. What it is given belongs to it: others touch that in `writing` only."""
 
     def __init__(
-        self, model: Model, sessions: Sessions, *, max_concurrent: int = 4, prefill_chunk: int | None = None
+        self, model: StepModel, sessions: Sessions, *, max_concurrent: int = 4, prefill_chunk: int | None = None
     ) -> None:
         assert 1 <= max_concurrent <= MAX_CONCURRENT
         self.kept: KeptFiles | None = None
-        self._model: Model | None = model
+        self._model: StepModel | None = model
         self._sessions: Sessions | None = sessions
         self._max_concurrent = max_concurrent
         self._prefill_chunk = prefill_chunk

@@ -27,7 +27,7 @@ from engine.sessions import Sessions
 from engine.speculate import StepTime
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from engine.backend import StepModel
 
 MAX_ROWS = 512
 """Rows of one step at most."""
@@ -72,7 +72,7 @@ class PrefillPace:
 
 
 def step(
-    model: Model,
+    model: StepModel,
     sessions: Sessions,
     running: Sequence[Generation],
     pace: PrefillPace,

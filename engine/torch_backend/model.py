@@ -1,0 +1,270 @@
+"""The forward step in torch: `model_twin.py` with rows, blocks and devices.
+
+Rows go through the model in tiles of a fixed size, each through all layers before the next. So every product, norm and
+sum has one shape, whatever a step consists of, and attention has one that depends on a row's position alone: all
+positions up to the next multiple of 512. What is missing in a tile is filled up with a row that is there. A library
+that computes the rows of a product alike then gives a row the same bits in every step; the tests find out whether it
+does, and `goinfer-chat check --backend torch` on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.api import KVType
+from engine.arch import ModelConfig
+from engine.gguf_file import GGUFFile
+from engine.kernels.attention import PART
+from engine.kv_cache import BLOCK_SIZE, KVPool
+from engine.kv_layout import KVLayout
+from engine.model import Batch
+from engine.torch_backend.device import Device
+from engine.torch_backend.kv import DevicePool, KVStore
+from engine.torch_backend.matrices import Form
+from engine.torch_backend.weights import TorchWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows first .. last - 1 of a tile: of one conversation, in one part of 512 positions."""
+
+    first: int
+    last: int
+    index: Tensor
+    """Rows of the tile [Q] i64, filled up."""
+    blocks: Tensor
+    """[8 n] i64: all that positions up to the end of the part can lie in."""
+    hidden: Tensor
+    """[Q, S] bool: positions that a row does not see."""
+    hidden_in_window: Tensor | None
+    """The same in the layers with a window, if there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The rows of one pass, all tensors [rows], filled up with the last one."""
+
+    ids: Tensor
+    positions: Tensor
+    count: int
+    """Rows that are not filled up."""
+    blocks: Tensor
+    """Where K and V go, of `count` rows."""
+    slots: Tensor
+    groups: tuple[_Group, ...]
+
+
+class TorchModel:
+    """A `StepModel` on a device."""
+
+    config: ModelConfig
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        device: Device,
+        form: Form,
+        *,
+        threads: int | None = None,
+        max_rows: int = 512,
+        max_positions: int | None = None,
+        kv_type: KVType = "f16",
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Raises UnsupportedModelError for what this backend does not know, ModelFileError or OutOfMemoryError."""
+        config = ModelConfig.from_gguf(gguf)
+        on_cpu = device.torch.type == "cpu"
+        if on_cpu and threads is not None:
+            torch.set_num_threads(threads)
+        self.max_positions = max_positions or config.train_context_size
+        self.config = config.for_context(self.max_positions)
+        self.kv_type: KVType = kv_type
+        self.kv_layout = KVLayout.of(self.config, kv_type)
+        self.threads = torch.get_num_threads() if on_cpu else 0
+        self.max_rows = max_rows
+        self.numerics = device.numerics(form)
+        self._device, self._form = device, form
+        self._weights = TorchWeights(gguf, self.config, device.torch, form, progress)
+        self._rope = {
+            local: tuple(
+                torch.from_numpy(t).to(device.torch) for t in self.config.rope_tables(self.max_positions, local)
+            )
+            for local in {self.config.is_local(n) for n in range(self.config.num_layers)}
+        }
+        self._store: KVStore | None = None
+
+    @property
+    def kernels(self) -> str:
+        forms = {"f32": "float32", "f16": "float16", "blocks": "quantized weights, float16"}
+        return f"torch {torch.__version__.partition('+')[0]}, {self._device.title}, {forms[self._form]}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return self.kv_layout.block_bytes
+
+    def new_pool(self, num_blocks: int) -> KVPool:
+        on_cpu = self._device.torch.type == "cpu"
+        block_bytes = self.kv_block_bytes
+        pool = KVPool(block_bytes, num_blocks) if on_cpu else DevicePool(block_bytes, num_blocks, self._device.torch)
+        self._store = KVStore(self.config, self.kv_type, pool)
+        return pool
+
+    def close(self) -> None:
+        self._store = None
+        del self._weights, self._rope
+        if self._device.torch.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        """Run the rows; logits [W, V] f32 of the wanted ones."""
+        assert 0 < len(batch.ids) <= self.max_rows
+        with torch.inference_mode():
+            return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> NDArray[np.float32]:
+        logits = np.empty((len(batch.want), self.config.vocab_size), np.float32)
+        for first in range(0, len(batch.ids), self._device.rows):
+            tile = self._tile(batch, first)
+            x = self._run(tile)
+            wanted = np.flatnonzero((batch.want >= first) & (batch.want < first + tile.count))
+            if len(wanted):
+                rows = self._indices(batch.want[wanted] - first)
+                logits[wanted] = self._head(x)[rows].cpu().numpy()
+        self._device.synchronize()  # its time is this step's, and a cancellation is seen between steps
+        return logits
+
+    def _rope_tables(self, local: bool) -> tuple[Tensor, ...]:
+        tables = self.config.rope_tables(self.max_positions, local)
+        return tuple(torch.from_numpy(table).to(self._device.torch) for table in tables)
+
+    # ------------------------------------------------------------------ the rows of a pass
+    def _indices(self, numbers: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(np.asarray(numbers, np.int64)).to(self._device.torch)
+
+    def _tile(self, batch: Batch, first: int) -> _Tile:
+        rows = slice(first, min(first + self._device.rows, len(batch.ids)))
+        positions, tables = batch.positions[rows].astype(np.int64), batch.table_rows[rows]
+        count = len(positions)
+        filled = np.minimum(np.arange(self._device.rows), count - 1)
+        blocks = batch.tables[tables, positions // BLOCK_SIZE]
+        # Rows go on with the group before them as long as conversation and part are the same and there is room.
+        same = np.stack([tables, positions // PART])
+        starts = [0]
+        for row in range(1, count):
+            if (same[:, row] != same[:, starts[-1]]).any() or row - starts[-1] == self._device.queries:
+                starts.append(row)
+        groups = [self._group(positions, batch.tables[tables[a]], a, b) for a, b in zip(starts, [*starts[1:], count])]
+        return _Tile(
+            self._indices(batch.ids[rows][filled]),
+            self._indices(positions[filled]),
+            count,
+            self._indices(blocks),
+            self._indices(positions % BLOCK_SIZE),
+            tuple(groups),
+        )
+
+    def _group(self, positions: NDArray[np.int64], table: NDArray[np.int32], first: int, last: int) -> _Group:
+        index = np.minimum(np.arange(first, first + self._device.queries), last - 1)
+        size = (int(positions[first]) // PART + 1) * PART
+        blocks = np.zeros(size // BLOCK_SIZE, np.int64)
+        blocks[: min(len(table), len(blocks))] = table[: len(blocks)]
+        own = self._indices(positions[index])[:, None]
+        every = torch.arange(size, device=self._device.torch)
+        hidden = every > own
+        window = self.config.window
+        in_window = hidden | (every <= own - window) if window else None
+        return _Group(first, last, self._indices(index), self._indices(blocks), hidden, in_window)
+
+    # ------------------------------------------------------------------ the layers
+    def _run(self, tile: _Tile) -> Tensor:
+        """The residual stream [rows, hidden] f32 behind the last layer; K and V are in the cache."""
+        c, w = self.config, self._weights
+        x = w.embedding.rows(tile.ids) * c.embedding_factor
+        for n, layer in enumerate(w.layers):
+            q, k, v = self._heads(n, x, tile.positions)
+            assert self._store is not None
+            self._store.store(n, tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
+            y = layer.output.times(self._attend(n, q, tile))
+            x = x + (y if layer.post_attention_norm is None else self._normed(y, layer.post_attention_norm))
+            y = self._feed_forward(n, x)
+            x = x + (y if layer.post_ffw_norm is None else self._normed(y, layer.post_ffw_norm))
+        return x
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Logits [rows, V] f32."""
+        c, w = self.config, self._weights
+        logits = w.head.times(self._normed(x, w.output_norm))
+        return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * weight
+
+    def _heads(self, n: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, H, D] f32 with the attention scale in it, k and v [rows, G, D] f32."""
+        c, layer = self.config, self._weights.layers[n]
+        taken = x if layer.attention_norm is None else self._normed(x, layer.attention_norm)
+        sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        parts = torch.cat([m.times(taken) for m in layer.qkv], -1)
+        if layer.qkv_bias is not None:
+            parts = parts + layer.qkv_bias
+        q, k, v = parts.split(sizes, -1)
+        q, k = (self._normed_heads(y, weight) for y, weight in ((q, layer.q_norm), (k, layer.k_norm)))
+        if c.is_rotated(n):
+            cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
+            q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
+        return q * c.attention_scale, k, v.unflatten(-1, (-1, c.head_dim))
+
+    def _normed_heads(self, y: Tensor, weight: Tensor | None) -> Tensor:
+        """y [rows, heads * D] as [rows, heads, D], each head or all together through a norm, if there is one."""
+        dim = self.config.head_dim
+        if weight is not None and self.config.arch.whole_head_norms:
+            return self._normed(y, weight).unflatten(-1, (-1, dim))
+        y = y.unflatten(-1, (-1, dim))
+        return y if weight is None else self._normed(y, weight)
+
+    def _attend(self, n: int, q: Tensor, tile: _Tile) -> Tensor:
+        """[rows, H * D] f32."""
+        c = self.config
+        assert self._store is not None
+        out = torch.zeros_like(q)
+        for group in tile.groups:
+            keys, values = self._store.keys(n, group.blocks), self._store.values(n, group.blocks)
+            hidden = group.hidden_in_window if c.is_local(n) else group.hidden
+            some = q[group.index].unflatten(1, (c.num_kv_heads, -1)).transpose(0, 1)  # [G, Q, H / G, D]
+            scores = torch.bmm(some.flatten(1, 2), keys).unflatten(1, some.shape[1:3])  # [G, Q, H / G, S]
+            if c.attention_cap:
+                scores = c.attention_cap * torch.tanh(scores / c.attention_cap)
+            assert hidden is not None
+            weights = torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1)
+            seen = torch.bmm(weights.flatten(1, 2), values).unflatten(1, some.shape[1:3])
+            seen = seen.transpose(0, 1).flatten(1, 2)  # [Q, H, D]
+            out[group.first : group.last] = seen[: group.last - group.first]
+        return out.flatten(1)
+
+    def _feed_forward(self, n: int, x: Tensor) -> Tensor:
+        layer = self._weights.layers[n]
+        taken = x if layer.ffn_norm is None else self._normed(x, layer.ffn_norm)
+        gate, up = torch.cat([m.times(taken) for m in layer.gate_up], -1).chunk(2, -1)
+        if self.config.arch.activation == "gelu":
+            return layer.down.times(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+        return layer.down.times(torch.nn.functional.silu(gate) * up)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, neox: bool) -> Tensor:
+    """The first 2 * half of x [rows, heads, D] in pairs (`twins.rotate`); cos, sin [rows, 1, half]."""
+    half = cos.shape[-1]
+    first, second = (slice(half), slice(half, 2 * half)) if neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    u, v = x[..., first], x[..., second]
+    out = x.clone()
+    out[..., first], out[..., second] = u * cos - v * sin, u * sin + v * cos
+    return out

@@ -1,0 +1,22 @@
+"""What a model takes in a device's memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+
+from engine.api import KVType
+from engine.arch import ModelConfig
+from engine.gguf_file import GGUFFile
+from engine.kv_layout import KVLayout
+from engine.torch_backend.matrices import Form
+
+
+def weight_bytes(gguf: GGUFFile, form: Form) -> int:
+    if form == "blocks":
+        return sum(info.nbytes for info in gguf.tensors.values())
+    return sum(math.prod(info.shape) for info in gguf.tensors.values()) * (4 if form == "f32" else 2)
+
+
+def block_bytes(gguf: GGUFFile, kv_type: KVType) -> int:
+    """Raises UnsupportedModelError or ModelFileError."""
+    return KVLayout.of(ModelConfig.from_gguf(gguf), kv_type).block_bytes
