@@ -356,8 +356,9 @@ class ModelInfo:
     weight_bytes: int
     backend: str
     kernels: str
-    """Such as "AVX-512 VNNI"."""
+    """Such as "AVX-512 VNNI"; where PyTorch computes, on which device and with which weights."""
     threads: int
+    """Of the CPU; 0 where something else computes."""
     kv_type: str = ""
     """Of `KVType`. "" if not known."""
     identity: str = ""
@@ -372,6 +373,12 @@ class ModelInfo:
     kept_ms: float | None = None
     """What that took."""
     notices: tuple[str, ...] = ()
+
+    @property
+    def computed_by(self) -> str:
+        """Such as "AVX-512 VNNI, 2 threads"."""
+        threads = f", {self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
+        return f"{self.kernels}{threads}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
         raise UsageError("--backend remote needs --base-url URL, and --base-url needs --backend remote")
     if settings.base_url is not None:
         return connect(settings, settings.base_url)
+    if settings.backend == "cpu" and settings.device not in ("auto", "cpu"):
+        raise UsageError(f"--device {settings.device} needs --backend torch")
     side = Stream(None) if settings.quiet else side
     path = find_model(settings.model, side)
     draft = None if settings.draft is None else find_model(settings.draft, side)
@@ -49,6 +51,8 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             max_concurrent=settings.max_concurrent,
             prefill_chunk=settings.prefill_chunk,
             progress=progress,
+            backend=settings.backend,
+            device=settings.device,
         )
     except MemoryError as error:
         # What was free can be gone, or less than the system says: a limit of the shell counts too.

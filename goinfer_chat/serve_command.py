@@ -20,8 +20,8 @@ from goinfer_chat.values import parse_size
 KEY_VARIABLE: Final = "GOINFER_CHAT_API_KEY"
 
 _FLAGS: Final = (
-    "backend", "ctx", "threads", "chat-template", "kv-sessions", "kv-cap", "kv", "spec", "draft", "session-dir",
-    "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty",
+    "backend", "device", "ctx", "threads", "chat-template", "kv-sessions", "kv-cap", "kv", "spec", "draft",
+    "session-dir", "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty",
     "penalty-window", "quiet",
 )  # fmt: skip
 _SETTINGS: Final = tuple(setting for setting in SETTINGS if setting.flag in _FLAGS)

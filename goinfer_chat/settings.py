@@ -25,7 +25,8 @@ from goinfer_chat.values import (
 )
 
 ENVIRONMENT_PREFIX: Final = "GOINFER_CHAT_"
-BACKENDS: Final = ("cpu", "remote")
+BACKENDS: Final = ("cpu", "torch", "remote")
+DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 SPECULATION: Final = ("auto", *get_args(SpeculationMode))
 Keys = Literal["emacs", "vi"]
 Think = Literal["auto", "on", "off"]
@@ -39,6 +40,7 @@ class Settings:
 
     model: str = "smollm2-135m"
     backend: str = "cpu"
+    device: str = "auto"
     base_url: str | None = None
     system: str | None = None
     context_size: int | None = None
@@ -95,6 +97,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise UsageError(f"unknown backend {self.backend!r}; there is: {', '.join(BACKENDS)}")
+        if self.device not in DEVICES:
+            raise UsageError(f"unknown device {self.device!r}; there is: {', '.join(DEVICES)}")
         if not self.model:
             raise UsageError("the name of the model is empty")
         for flag, value in (
@@ -220,6 +224,13 @@ SETTINGS: Final = (
         help=f"What computes: {', '.join(BACKENDS)}.",
         argument="NAME",
         topic="model",
+    ),
+    _words(
+        "device",
+        DEVICES,
+        "Where --backend torch computes; auto: on a GPU that holds the model, if there is one.",
+        topic="model",
+        in_chat=False,
     ),
     Setting(
         flag="base-url",

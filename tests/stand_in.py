@@ -1,6 +1,6 @@
 """A small model and tokenizer for tests of everything around the model.
 
-`StandInModel` honours the interface of `engine.model.Model` and keeps its K/V in the pool: each position stores a
+`StandInModel` is an `engine.backend.StepModel` and keeps its K/V in the pool: each position stores a
 number that depends on its token, its position and all numbers stored before it, and logits are derived from all
 numbers found in the row's blocks. So a wrong block table, a missing position or a stale slot changes every later
 token, as it would in a real model, and equal outputs mean equal caches.
@@ -32,6 +32,7 @@ class StandInModel:
     weight_bytes = 1000
     kernels = "stand-in"
     threads = 1
+    numerics = 1
 
     def __init__(self, pool: KVPool | None = None, script: Callable[[int], int | None] | None = None) -> None:
         self.config = SimpleNamespace(
@@ -45,6 +46,11 @@ class StandInModel:
         self.closed = False
         if pool is not None:
             self.bind_pool(pool)
+
+    def new_pool(self, num_blocks: int) -> KVPool:
+        pool = KVPool(self.kv_block_bytes, num_blocks)
+        self.bind_pool(pool)
+        return pool
 
     def bind_pool(self, pool: KVPool) -> None:
         assert pool.block_bytes == self.kv_block_bytes

@@ -34,6 +34,8 @@ class Device:
     """Rows that go through the model together, always so many: what is missing is filled up."""
     queries: int
     """Of these, how many attend together."""
+    own_memory: bool
+    """Whether a CPU reads it through copies only."""
 
     @property
     def title(self) -> str:
@@ -67,7 +69,7 @@ def device(name: str) -> Device:
     """`cpu`, `cuda` or `mps`. Raises UsageError where there is none."""
     if name == "cpu":
         # Rows that are filled up cost as much as others here: few.
-        return Device(torch=torch.device("cpu"), forms=("f32",), rows=16, queries=8)
+        return Device(torch=torch.device("cpu"), forms=("f32",), rows=16, queries=8, own_memory=False)
     there = torch.cuda.is_available() if name == "cuda" else torch.backends.mps.is_available()
     if not there:
         why = {
@@ -80,7 +82,7 @@ def device(name: str) -> Device:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_tf32 = False
     # A GPU reads all weights for one row as for 64, so that rows that are filled up cost it little.
-    return Device(torch=torch.device(name), forms=("f16", "blocks"), rows=64, queries=16)
+    return Device(torch=torch.device(name), forms=("f16", "blocks"), rows=64, queries=16, own_memory=True)
 
 
 @dataclass(frozen=True, slots=True)

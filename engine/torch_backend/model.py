@@ -113,9 +113,8 @@ class TorchModel:
         return self.kv_layout.block_bytes
 
     def new_pool(self, num_blocks: int) -> KVPool:
-        on_cpu = self._device.torch.type == "cpu"
-        block_bytes = self.kv_block_bytes
-        pool = KVPool(block_bytes, num_blocks) if on_cpu else DevicePool(block_bytes, num_blocks, self._device.torch)
+        size, device = self.kv_block_bytes, self._device
+        pool = DevicePool(size, num_blocks, device.torch) if device.own_memory else KVPool(size, num_blocks)
         self._store = KVStore(self.config, self.kv_type, pool)
         return pool
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.arch import ArchSpec, ModelConfig
+from engine.arch import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.torch_backend.matrices import DeviceMatrix, Form
@@ -27,6 +27,15 @@ _KNOWN_FACTS: Final = frozenset(
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
+_KNOWN_SIZES: Final = frozenset(
+    (
+        "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size",
+        "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap", "logit_factor",
+        "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors", "rope_context", "yarn",
+        "rope_magnitude", "window",
+    )
+)  # fmt: skip
+"""Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
 _KNOWN_ACTIVATIONS: Final = ("silu", "gelu")
 
 
@@ -49,13 +58,15 @@ class Layer:
     post_ffw_norm: Tensor | None
 
 
-def check_known(gguf: GGUFFile, arch: ArchSpec) -> None:
+def check_known(gguf: GGUFFile, config: ModelConfig) -> None:
     """Raises UnsupportedModelError for an architecture that says more than this backend looks at."""
+    arch = config.arch
     unknown = [
         f.name
         for f in fields(arch)
         if f.name not in _KNOWN_FACTS and (f.default is MISSING or getattr(arch, f.name) != f.default)
     ]
+    unknown += [f.name for f in fields(config) if f.name not in _KNOWN_SIZES and getattr(config, f.name)]
     if unknown or arch.activation not in _KNOWN_ACTIVATIONS:
         what = ", ".join(name.replace("_", " ") for name in unknown) or f"activation {arch.activation}"
         raise UnsupportedModelError(
@@ -74,7 +85,7 @@ class TorchWeights:
         form: Form,
         progress: Callable[[str, float], None] | None,
     ) -> None:
-        check_known(gguf, config.arch)
+        check_known(gguf, config)
         self._gguf, self._config, self._device, self._form = gguf, config, device, form
         self._progress = progress or (lambda what, share: None)
         # Settings of the rotary embedding, which ModelConfig has read.

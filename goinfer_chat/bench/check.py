@@ -86,7 +86,7 @@ class Check:
         rows = [
             ("model", f"{info.name}, {info.quantization}"),
             ("machine", self.machine),
-            ("kernels", f"{info.kernels}, {info.threads} thread{'s' if info.threads != 1 else ''}"),
+            ("kernels", info.computed_by),
             ("loading", f"{self.load_seconds:.1f} s"),
             ("first token", first + prefill_rate),
             ("decode", decode_rate),

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from goinfer_chat.bench.traffic import WayRow
     from goinfer_chat.modes import EngineFactory
 
-_SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in ("model", "backend", "ctx", "threads", "json", "quiet"))
-_SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "ctx"))
+_FLAGS: Final = ("model", "backend", "device", "ctx", "threads", "json", "quiet")
+_SETTINGS: Final = tuple(s for s in SETTINGS if s.flag in _FLAGS)
+_SPEED_SETTINGS: Final = tuple(s for s in _SETTINGS if s.flag not in ("backend", "device", "ctx"))
 _TRAFFIC_SETTINGS: Final = tuple(s for s in SETTINGS if s in _SETTINGS or s.flag in ("draft", "max-tokens"))
 
 

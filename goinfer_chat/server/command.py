@@ -87,7 +87,7 @@ def serve(settings: Settings, options: ServeOptions, make_engine: EngineFactory,
             undo.callback(served.engine.close)
             models.append(served)
             info = served.engine.info
-            side.line(f"{name}: {info.name} | context {info.context_size:,} | {info.kernels}, {info.threads} threads")
+            side.line(f"{name}: {info.name} | context {info.context_size:,} | {info.computed_by}")
             kept = f" | {info.kept_conversations} back" if info.kept_conversations else ""
             side.line(f"{info.session_reuse}{kept} | up to {options.max_concurrent} at once")
             if options.max_concurrent > settings.kv_sessions:

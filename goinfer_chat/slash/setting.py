@@ -122,7 +122,7 @@ def _params(agent: Agent, _argument: str) -> Outcome:
         ("context", f"{used:,} of {info.context_size:,} tokens used" if info.context_size else f"{used:,} tokens used"),
         *([("cache", _cache(info, used))] if info.kv_bytes_per_token else []),
         ("conversation", called(agent)),
-        ("engine", f"{info.backend}, {info.kernels}" + (f", {info.threads} threads" if info.threads else "")),
+        ("engine", f"{info.backend}, {info.computed_by}"),
     ]
     width = max(len(name) for name, _ in rows)
     return Outcome("\n".join(f"{name:<{width}}  {value}" for name, value in rows))

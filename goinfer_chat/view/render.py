@@ -280,8 +280,7 @@ def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
             f"{'; '.join(info.notices)} | {_KEYS[0]}" if info.notices else _fitting(_KEYS, columns, mark=""),
         ]
     size = f"{info.num_parameters / 1e6:,.0f}M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f}B"
-    threads = f"{info.threads} thread{'s' if info.threads != 1 else ''}"
-    facts = f" ({size}, {info.quantization}) | context {info.context_size:,} | {info.kernels}, {threads}"
+    facts = f" ({size}, {info.quantization}) | context {info.context_size:,} | {info.computed_by}"
     name = info.name if len(info.name + facts) <= columns else info.name[: max(columns - len(facts) - 1, 12)] + "…"
     kept = _kept_in_memory(info, columns)
     cache = _cache(info)
