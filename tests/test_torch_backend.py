@@ -70,7 +70,8 @@ def on_torch(
     try:
         model: Any = TorchModel(gguf, device, form, threads=1, max_positions=1024, kv_type=kv_type)
     except UnsupportedModelError as error:
-        assert "the torch backend does not know" in str(error)
+        if "the torch backend does not know" not in str(error):
+            raise
         pytest.skip(str(error))
     return Runner(model, model.new_pool(blocks))
 
@@ -276,11 +277,11 @@ def test_without_pytorch_the_error_says_what_to_install(
 
 
 def test_the_form_of_weights_is_the_best_that_fits(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 0
+    free = [0]
 
     class Small(devices.Device):
         def available_memory(self) -> int:
-            return free if self.own_memory else 1 << 40
+            return free[0] if self.own_memory else 1 << 40
 
     facts = {field.name: getattr(LIKE_A_GPU, field.name) for field in dataclasses.fields(LIKE_A_GPU)}
     gpu, cpu = Small(**facts), Small(**facts | {"forms": ("f32",), "own_memory": False})
@@ -288,9 +289,9 @@ def test_the_form_of_weights_is_the_best_that_fits(tiny: Callable[..., Path], mo
     with open_gguf(tiny("llama")) as gguf:
         context = 8 * devices.block_bytes(gguf, "f16")
         half, blocks = (devices.weight_bytes(gguf, form) + context for form in ("f16", "blocks"))
-        for free, form in ((half, "f16"), (half - 1, "blocks"), (blocks, "blocks")):
+        for free[0], form in ((half, "f16"), (half - 1, "blocks"), (blocks, "blocks")):
             assert devices.choose("auto", gguf, "f16").form == form
-        free = blocks - 1
+        free[0] = blocks - 1
         found = devices.choose("auto", gguf, "f16")
         assert found.device is cpu
         assert "has no room for the model" in found.notices[0]

@@ -26,41 +26,44 @@ STRIP = 1 << 24
 
 
 class DeviceMatrix:
-    """A matrix [N, K]."""
+    """A matrix [N, K], or one for each expert."""
 
     def __init__(self, gguf: GGUFFile, name: str, form: Form, device: torch.device) -> None:
         info = gguf.tensors[name]
-        self.num_rows, self.num_columns = info.shape
+        *experts, rows, columns = info.shape
+        self._strip = max(1, STRIP // columns)
         self._type: TensorType | None = info.type if form == "blocks" else None
-        raw = gguf.data(name).reshape(self.num_rows, row_bytes(info.type, self.num_columns))
+        raw = gguf.data(name).reshape(*experts, rows, row_bytes(info.type, columns))
         if form == "blocks":
-            self._data = _to(raw, device)
+            data = _to(raw, device)
         else:
             dtype = torch.float32 if form == "f32" else torch.float16
-            self._data = torch.empty((self.num_rows, self.num_columns), dtype=dtype, device=device)
-            for rows in self._strips():
-                self._data[rows] = dequantize(info.type, _to(raw[rows], device)).to(dtype)
+            data = torch.empty((*experts, rows, columns), dtype=dtype, device=device)
+            flat, raw = data.view(-1, columns), raw.reshape(-1, raw.shape[-1])
+            for some in self._strips(len(flat)):
+                flat[some] = dequantize(info.type, _to(raw[some], device)).to(dtype)
+        self._data = data if experts else data[None]
         gguf.forget(name)
 
     @property
     def num_bytes(self) -> int:
         return int(self._data.nbytes)
 
-    def _strips(self) -> Iterator[slice]:
-        count = max(1, STRIP // self.num_columns)
-        return (slice(first, first + count) for first in range(0, self.num_rows, count))
+    def _strips(self, num_rows: int) -> Iterator[slice]:
+        return (slice(first, first + self._strip) for first in range(0, num_rows, self._strip))
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T, K] f32 by number [T]."""
-        found = self._data[numbers]
+        found = self._data[0, numbers]
         return found.float() if self._type is None else dequantize(self._type, found)
 
-    def times(self, x: Tensor) -> Tensor:
+    def times(self, x: Tensor, expert: int = 0) -> Tensor:
         """[T, N] f32 = x [T, K] f32 times the rows."""
+        data = self._data[expert]
         if self._type is None:
-            return _product(x, self._data)
-        strips = [dequantize(self._type, self._data[rows]).half() for rows in self._strips()]
-        return _product(x, strips[0]) if len(strips) == 1 else torch.cat([_product(x, w) for w in strips], -1)
+            return _product(x, data)
+        strips = [dequantize(self._type, data[some]).half() for some in self._strips(len(data))]
+        return torch.cat([_product(x, w) for w in strips], -1)
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:

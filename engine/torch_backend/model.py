@@ -27,7 +27,7 @@ from engine.model import Batch
 from engine.torch_backend.device import Device
 from engine.torch_backend.kv import DevicePool, KVStore
 from engine.torch_backend.matrices import Form
-from engine.torch_backend.weights import TorchWeights
+from engine.torch_backend.weights import FeedForward, Layer, Norm, TorchWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,46 +190,40 @@ class TorchModel:
         c, w = self.config, self._weights
         x = w.embedding.rows(tile.ids) * c.embedding_factor
         for n, layer in enumerate(w.layers):
-            q, k, v = self._heads(n, x, tile.positions)
+            taken = x if layer.attention_norm is None else layer.attention_norm(x)
+            q, k, v = self._heads(n, taken, tile.positions)
             assert self._store is not None
             self._store.store(n, tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
-            y = layer.output.times(self._attend(n, q, tile))
-            x = x + (y if layer.post_attention_norm is None else self._normed(y, layer.post_attention_norm))
-            y = self._feed_forward(n, x)
-            x = x + (y if layer.post_ffw_norm is None else self._normed(y, layer.post_ffw_norm))
+            y = layer.output(self._attend(n, q, tile))
+            x = x + (y if layer.post_attention_norm is None else layer.post_attention_norm(y))
+            if not c.is_parallel:
+                taken = x if layer.ffn_norm is None else layer.ffn_norm(x)
+            x = self._feed_forward(layer, taken, x)
         return x
 
     def _head(self, x: Tensor) -> Tensor:
         """Logits [rows, V] f32."""
         c, w = self.config, self._weights
-        logits = w.head.times(self._normed(x, w.output_norm))
+        logits = w.head(w.output_norm(x))
         return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * weight
-
-    def _heads(self, n: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, n: int, taken: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, H, D] f32 with the attention scale in it, k and v [rows, G, D] f32."""
         c, layer = self.config, self._weights.layers[n]
-        taken = x if layer.attention_norm is None else self._normed(x, layer.attention_norm)
         sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-        parts = torch.cat([m.times(taken) for m in layer.qkv], -1)
-        if layer.qkv_bias is not None:
-            parts = parts + layer.qkv_bias
-        q, k, v = parts.split(sizes, -1)
-        q, k = (self._normed_heads(y, weight) for y, weight in ((q, layer.q_norm), (k, layer.k_norm)))
+        q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
+        q, k = (self._normed_heads(y, norm) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
         if c.is_rotated(n):
             cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
             q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
         return q * c.attention_scale, k, v.unflatten(-1, (-1, c.head_dim))
 
-    def _normed_heads(self, y: Tensor, weight: Tensor | None) -> Tensor:
+    def _normed_heads(self, y: Tensor, norm: Norm | None) -> Tensor:
         """y [rows, heads * D] as [rows, heads, D], each head or all together through a norm, if there is one."""
-        dim = self.config.head_dim
-        if weight is not None and self.config.arch.whole_head_norms:
-            return self._normed(y, weight).unflatten(-1, (-1, dim))
-        y = y.unflatten(-1, (-1, dim))
-        return y if weight is None else self._normed(y, weight)
+        if norm is not None and self.config.arch.whole_head_norms:
+            y, norm = norm(y), None
+        y = y.unflatten(-1, (-1, self.config.head_dim))
+        return y if norm is None else norm(y)
 
     def _attend(self, n: int, q: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32."""
@@ -250,13 +244,44 @@ class TorchModel:
             out[group.first : group.last] = seen[: group.last - group.first]
         return out.flatten(1)
 
-    def _feed_forward(self, n: int, x: Tensor) -> Tensor:
-        layer = self._weights.layers[n]
-        taken = x if layer.ffn_norm is None else self._normed(x, layer.ffn_norm)
-        gate, up = torch.cat([m.times(taken) for m in layer.gate_up], -1).chunk(2, -1)
-        if self.config.arch.activation == "gelu":
-            return layer.down.times(torch.nn.functional.gelu(gate, approximate="tanh") * up)
-        return layer.down.times(torch.nn.functional.silu(gate) * up)
+    def _feed_forward(self, layer: Layer, taken: Tensor, x: Tensor) -> Tensor:
+        """x [rows, hidden] and what the experts, and what all rows pass, make of `taken`."""
+        if layer.experts is not None:
+            x = self._with_experts(layer, layer.experts, taken, x)
+        if layer.dense is not None:
+            y = self._branch(layer.dense, taken)
+            if layer.shared_gate is not None:
+                y = y * torch.sigmoid(layer.shared_gate.times(taken))
+            x = x + (y if layer.post_ffw_norm is None else layer.post_ffw_norm(y))
+        return x
+
+    def _branch(self, part: FeedForward, taken: Tensor, expert: int = 0) -> Tensor:
+        arch = self.config.arch
+        inner = torch.cat([matrix(taken, expert) for matrix in part.gate_up], -1)
+        gate, up = inner.chunk(2, -1) if arch.gated else (inner, None)
+        if arch.activation == "gelu":
+            inner = torch.nn.functional.gelu(gate, approximate="tanh")
+        else:
+            inner = torch.nn.functional.silu(gate) if arch.activation == "silu" else torch.relu(gate).square()
+        return part.down(inner if up is None else inner * up, expert)
+
+    def _with_experts(self, layer: Layer, part: FeedForward, taken: Tensor, x: Tensor) -> Tensor:
+        """x and what each row's experts make of it, added in the order of their numbers.
+
+        A row passes every expert that any row of the tile has chosen, with a weight of 0 where it has not.
+        """
+        e = self.config.experts
+        assert e is not None
+        assert layer.router is not None
+        logits = layer.router.times(taken)
+        # Stable: of equal ones the lower number.
+        experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
+        shares = torch.exp(logits - logits.gather(-1, experts[:, :1]))
+        chosen = torch.zeros_like(shares).scatter(-1, experts, shares.gather(-1, experts))
+        weights = chosen / (chosen if self.config.arch.normed_experts else shares).sum(-1, keepdim=True) * e.scale
+        for expert in experts.unique().tolist():
+            x = x + self._branch(part, taken, expert) * weights[:, expert, None]
+        return x
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, neox: bool) -> Tensor:

@@ -21,41 +21,85 @@ from engine.weights import load_vector
 
 _KNOWN_FACTS: Final = frozenset(
     (
-        "name", "neox_rope", "activation", "pre_norms", "post_norms", "whole_head_norms", "scale_embedding",
-        "local_layers", "window", "local_rope_base", "local_rope_scaling", "unrotated_layers", "wide_scale_layers",
-        "soft_caps", "file_scales",
+        "name", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
+        "whole_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base", "local_rope_scaling",
+        "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps", "file_scales",
+        "logits_multiplied", "experts", "normed_experts", "shared_expert",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
 _KNOWN_SIZES: Final = frozenset(
     (
-        "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size",
-        "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap", "logit_factor",
-        "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors", "rope_context", "yarn",
-        "rope_magnitude", "window",
+        "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "experts",
+        "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
+        "logit_factor", "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors",
+        "rope_context", "yarn", "rope_magnitude", "window", "local", "is_parallel",
     )
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
-_KNOWN_ACTIVATIONS: Final = ("silu", "gelu")
+_KNOWN_WORDS: Final = {
+    "activation": ("silu", "gelu", "relu2"),
+    "norm": ("rms", "centred"),
+    "experts": ("no", "maybe", "yes"),
+    "shared_expert": ("no", "maybe", "gated"),
+}
+"""Of the facts that are words, those that are obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / rms(x) * weight; centred: of x less its mean, and the bias is added."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return scaled if self.bias is None else scaled + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix, or one for each expert, and the bias, if it has one."""
+
+    matrix: DeviceMatrix
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, expert: int = 0) -> Tensor:
+        y = self.matrix.times(x, expert)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """What every row passes, or the experts."""
+
+    gate_up: tuple[Linear, ...]
+    """Of gate and up, or one for both; of up alone where nothing is gated."""
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What one layer computes with; None where it has no such part."""
 
-    attention_norm: Tensor | None
-    qkv: tuple[DeviceMatrix, ...]
+    attention_norm: Norm | None
+    qkv: tuple[Linear, ...]
     """Of q, k and v, or one for all."""
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: DeviceMatrix
-    post_attention_norm: Tensor | None
-    ffn_norm: Tensor | None
-    gate_up: tuple[DeviceMatrix, ...]
-    """Of gate and up, or one for both."""
-    down: DeviceMatrix
-    post_ffw_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Linear
+    post_attention_norm: Norm | None
+    ffn_norm: Norm | None
+    dense: FeedForward | None
+    experts: FeedForward | None
+    router: DeviceMatrix | None
+    shared_gate: DeviceMatrix | None
+    post_ffw_norm: Norm | None
 
 
 def check_known(gguf: GGUFFile, config: ModelConfig) -> None:
@@ -67,8 +111,11 @@ def check_known(gguf: GGUFFile, config: ModelConfig) -> None:
         if f.name not in _KNOWN_FACTS and (f.default is MISSING or getattr(arch, f.name) != f.default)
     ]
     unknown += [f.name for f in fields(config) if f.name not in _KNOWN_SIZES and getattr(config, f.name)]
-    if unknown or arch.activation not in _KNOWN_ACTIVATIONS:
-        what = ", ".join(name.replace("_", " ") for name in unknown) or f"activation {arch.activation}"
+    unknown += [
+        f"{name} {getattr(arch, name)}" for name in _KNOWN_WORDS if getattr(arch, name) not in _KNOWN_WORDS[name]
+    ]
+    if unknown:
+        what = ", ".join(name.replace("_", " ") for name in unknown)
         raise UnsupportedModelError(
             f"{gguf.path.name}: the torch backend does not know {arch.name} ({what}); --backend cpu runs it"
         )
@@ -95,9 +142,10 @@ class TorchWeights:
         hidden = config.hidden_size
         self.embedding = self._matrix("token_embd", config.vocab_size, hidden)
         self.layers = [self._layer(n) for n in range(config.num_layers)]
-        self.output_norm = self._vector("output_norm", hidden) * config.logit_factor
+        self.output_norm = self._norm("output_norm", factor=config.logit_factor)
         tied = "output.weight" not in gguf.tensors
-        self.head = self.embedding if tied else self._matrix("output", config.vocab_size, hidden)
+        head = self.embedding if tied else self._matrix("output", config.vocab_size, hidden)
+        self.head = Linear(head, self._bias("output", config.vocab_size))
         self._check_all_is_read()
 
     def _check_all_is_read(self) -> None:
@@ -109,59 +157,91 @@ class TorchWeights:
                     f"{self._config.arch.name}; --backend cpu may run it"
                 )
 
-    def _matrix(self, name: str, rows: int, columns: int) -> DeviceMatrix:
+    # ------------------------------------------------------------------ tensors
+    def _has(self, name: str) -> bool:
+        return name in self._gguf.tensors
+
+    def _matrix(self, name: str, rows: int, columns: int, experts: int = 0, form: Form | None = None) -> DeviceMatrix:
         name = f"{name}.weight"
         info = self._gguf.tensors.get(name)
         if info is None:
             raise ModelFileError(f"{self._gguf.path.name}: tensor {name} is missing")
-        if info.shape != (rows, columns):
+        shape = (experts, rows, columns) if experts else (rows, columns)
+        if info.shape != shape:
             raise ModelFileError(
                 f"{self._gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for "
-                f"{(rows, columns)}"
+                f"{shape}"
             )
         self._read.add(name)
-        matrix = DeviceMatrix(self._gguf, name, self._form, self._device)
+        matrix = DeviceMatrix(self._gguf, name, form or self._form, self._device)
         self.num_bytes += matrix.num_bytes
         self._progress("loading weights", len(self._read) / len(self._gguf.tensors))
         return matrix
 
-    def _vector(self, name: str, size: int, suffix: str = "weight") -> Tensor:
-        self._read.add(f"{name}.{suffix}")
-        return torch.from_numpy(load_vector(self._gguf, f"{name}.{suffix}", size)).to(self._device)
+    def _vector(self, name: str, *shape: int) -> Tensor:
+        self._read.add(name)
+        return torch.from_numpy(load_vector(self._gguf, name, *shape)).to(self._device)
 
+    def _bias(self, name: str, size: int) -> Tensor | None:
+        return self._vector(f"{name}.bias", size) if self._has(f"{name}.bias") else None
+
+    def _linear(self, name: str, rows: int, columns: int, experts: int = 0) -> Linear:
+        return Linear(self._matrix(name, rows, columns, experts), None if experts else self._bias(name, rows))
+
+    def _norm(self, name: str, factor: float = 1.0) -> Norm:
+        size, centred = self._config.hidden_size, self._config.arch.norm == "centred"
+        bias = self._bias(name, size) if centred else None
+        weight = self._vector(f"{name}.weight", size) * factor
+        return Norm(weight, None if bias is None else bias * factor, self._config.norm_eps, centred)
+
+    def _head_norm(self, name: str, heads: int) -> Norm | None:
+        """Over each head, whose weights may be its own (StableLM 2, Command R+), or over all together."""
+        c, name = self._config, f"{name}_norm.weight"
+        if c.arch.whole_head_norms:
+            return Norm(self._vector(name, heads * c.head_dim), None, c.norm_eps, centred=False)
+        info = self._gguf.tensors.get(name)
+        if info is None:
+            return None
+        weight = self._vector(name, *((heads, c.head_dim) if len(info.shape) > 1 else (c.head_dim,)))
+        return Norm(weight, None, c.norm_eps, c.arch.norm == "centred")
+
+    def _post_norm(self, name: str) -> Norm | None:
+        c = self._config
+        if not c.arch.post_norms:
+            return None
+        return Norm(self._vector(f"{name}.weight", c.hidden_size), None, c.norm_eps, centred=False)
+
+    # ------------------------------------------------------------------ layers
     def _layer(self, n: int) -> Layer:
         c, arch, block = self._config, self._config.arch, f"blk.{n}"
         hidden, dim = c.hidden_size, c.head_dim
         sizes = {"attn_q": c.num_heads * dim, "attn_k": c.num_kv_heads * dim, "attn_v": c.num_kv_heads * dim}
-
-        def norm(name: str, there: bool, size: int = hidden) -> Tensor | None:
-            return self._vector(f"{block}.{name}", size) if there else None
-
-        def head_norm(name: str) -> Tensor | None:
-            whole = arch.whole_head_norms
-            there = whole or f"{block}.{name}_norm.weight" in self._gguf.tensors
-            return norm(f"{name}_norm", there, sizes[name] if whole else dim)
-
-        qkv = ["attn_qkv"] if f"{block}.attn_qkv.weight" in self._gguf.tensors else [*sizes]
-        # One tensor has both, the gate first, where there is none for the gate.
-        gate_up = ["ffn_gate", "ffn_up"] if f"{block}.ffn_gate.weight" in self._gguf.tensors else ["ffn_up"]
+        qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
+        e = c.experts
         return Layer(
-            norm("attn_norm", arch.pre_norms),
-            tuple(self._matrix(f"{block}.{name}", sizes.get(name, sum(sizes.values())), hidden) for name in qkv),
-            self._qkv_bias(block, sizes),
-            head_norm("attn_q"),
-            head_norm("attn_k"),
-            self._matrix(f"{block}.attn_output", hidden, sizes["attn_q"]),
-            norm("post_attention_norm", arch.post_norms),
-            norm("ffn_norm", arch.pre_norms),
-            tuple(self._matrix(f"{block}.{name}", 2 * c.ffn_size // len(gate_up), hidden) for name in gate_up),
-            self._matrix(f"{block}.ffn_down", hidden, c.ffn_size),
-            norm("post_ffw_norm", arch.post_norms),
+            self._norm(f"{block}.attn_norm") if arch.pre_norms else None,
+            tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), hidden) for name in qkv),
+            self._head_norm(f"{block}.attn_q", c.num_heads),
+            self._head_norm(f"{block}.attn_k", c.num_kv_heads),
+            self._linear(f"{block}.attn_output", hidden, sizes["attn_q"]),
+            self._post_norm(f"{block}.post_attention_norm"),
+            self._norm(f"{block}.{arch.ffn_norm}") if arch.pre_norms and not c.is_parallel else None,
+            self._feed_forward(block, "_shexp" if e else "", c.ffn_size) if c.ffn_size else None,
+            self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
+            # Which experts are chosen hangs on little: exact, whatever the others are.
+            self._matrix(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
+            self._matrix(f"{block}.ffn_gate_inp_shexp", 1, hidden, form="f32") if c.has_shared_gate else None,
+            self._post_norm(f"{block}.post_ffw_norm"),
         )
 
-    def _qkv_bias(self, block: str, sizes: dict[str, int]) -> Tensor | None:
-        """[(H + 2 G) D], or None where q, k and v have no biases. With whole-head norms none are known."""
-        found = [f"{block}.{name}" for name in sizes if f"{block}.{name}.bias" in self._gguf.tensors]
-        if not found or self._config.arch.whole_head_norms:
-            return None
-        return torch.cat([self._vector(f"{block}.{name}", size, "bias") for name, size in sizes.items()])
+    def _feed_forward(self, block: str, suffix: str, size: int, experts: int = 0) -> FeedForward:
+        names = ["ffn_gate", "ffn_up"] if self._config.arch.gated else ["ffn_up"]
+        rows, hidden = size, self._config.hidden_size
+        if self._config.arch.gated and not self._has(f"{block}.ffn_gate{suffix}.weight"):
+            # One tensor has both, the gate first.
+            names = ["ffn_gate_up" if self._has(f"{block}.ffn_gate_up{suffix}.weight") else "ffn_up"]
+            rows = 2 * size
+        return FeedForward(
+            tuple(self._linear(f"{block}.{name}{suffix}", rows, hidden, experts) for name in names),
+            self._linear(f"{block}.ffn_down{suffix}", hidden, size, experts),
+        )
