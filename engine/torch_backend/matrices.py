@@ -30,7 +30,8 @@ class DeviceMatrix:
 
     def __init__(self, gguf: GGUFFile, name: str, form: Form, device: torch.device) -> None:
         info = gguf.tensors[name]
-        *experts, rows, columns = info.shape
+        # A matrix of one row is stored as a vector.
+        *experts, rows, columns = info.shape if len(info.shape) > 1 else (1, *info.shape)
         self._strip = max(1, STRIP // columns)
         self._type: TensorType | None = info.type if form == "blocks" else None
         raw = gguf.data(name).reshape(*experts, rows, row_bytes(info.type, columns))

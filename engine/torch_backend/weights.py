@@ -167,7 +167,7 @@ class TorchWeights:
         if info is None:
             raise ModelFileError(f"{self._gguf.path.name}: tensor {name} is missing")
         shape = (experts, rows, columns) if experts else (rows, columns)
-        if info.shape != shape:
+        if info.shape not in (shape, shape[1:] if rows == 1 else shape):
             raise ModelFileError(
                 f"{self._gguf.path.name}: tensor {name} is {info.shape}, and the other sizes in the file ask for "
                 f"{shape}"
@@ -180,7 +180,7 @@ class TorchWeights:
 
     def _vector(self, name: str, *shape: int) -> Tensor:
         self._read.add(name)
-        return torch.from_numpy(load_vector(self._gguf, name, *shape)).to(self._device)
+        return torch.from_numpy(load_vector(self._gguf, name, *shape)).reshape(shape).to(self._device)
 
     def _bias(self, name: str, size: int) -> Tensor | None:
         return self._vector(f"{name}.bias", size) if self._has(f"{name}.bias") else None
