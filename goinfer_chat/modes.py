@@ -44,7 +44,7 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     # With standard output in a file the conversation still needs a terminal, and the file gets the replies alone.
     screen = replies if replies.terminal else side
     with (
-        quiet_terminal(sys.stdin) as terminal,
+        quiet_terminal(sys.stdin, keep_typing=True) as terminal,
         Conversations.start(settings, at_prompt=True) as conversations,
         engines_of(make_engine, settings, screen, conversations) as engines,
         closing(Agent(engines.current, settings, conversations, engines, asker=PersonAsker(screen, terminal))) as agent,

@@ -252,8 +252,10 @@ class QuietTerminal:
 
 
 @contextmanager
-def quiet_terminal(file: TextIO) -> Iterator[QuietTerminal]:
+def quiet_terminal(file: TextIO, *, keep_typing: bool = False) -> Iterator[QuietTerminal]:
     """Typing is not echoed and waits for the next prompt; the terminal is left as it was found.
+
+    `keep_typing`: whether what was typed before Ctrl-C is kept, which terminals forget otherwise.
 
     Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. SIGTERM and
     SIGHUP unwind the program by SystemExit. Ctrl-\\ is off: it would end the program without a chance to restore
@@ -269,6 +271,7 @@ def quiet_terminal(file: TextIO) -> Iterator[QuietTerminal]:
     quiet = termios.tcgetattr(descriptor)
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    quiet[3] |= termios.NOFLSH if keep_typing else 0
     quiet[6][termios.VMIN], quiet[6][termios.VTIME] = 1, 0
     quiet[6][termios.VQUIT] = b"\x00"
 

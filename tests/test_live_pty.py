@@ -182,6 +182,14 @@ def test_a_key_pressed_during_a_reply_waits_for_the_prompt(start: Start) -> None
     terminal.wait("> typed")
 
 
+def test_what_was_typed_right_before_ctrl_c_waits_for_the_prompt_too(start: Start) -> None:
+    terminal = start([f"word{number} " for number in range(100)], delay=0.05)
+    ask(terminal)
+    terminal.wait("word3")
+    terminal.send("typed" + CTRL_C)
+    terminal.wait("> typed")
+
+
 def test_f2_works_during_a_reply_too(start: Start) -> None:
     terminal = start([f"word{number} " for number in range(100)], delay=0.05)
     ask(terminal)

@@ -121,7 +121,7 @@ def test_what_is_not_known_is_not_shown() -> None:
 
 def test_the_panel_has_every_figure() -> None:
     rows = text(figures_panel(everything(), 80, 20, 7.0))
-    assert rows[0] == "╭─ replying, 6.0 s"
+    assert rows[0] == "╭─ working, 6.0 s"
     assert [row[0] for row in rows[1:]] == ["│"] * 5 + ["╰"]
     assert [row[2:] for row in rows[1:]] == [
         "prompt   3,000 tokens, 1,000 reused, 2,000 prefilled",

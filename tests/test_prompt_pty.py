@@ -244,6 +244,27 @@ def test_function_keys_stand_in_the_row_below_the_prompt_and_keep_the_draft(star
     assert terminal.below == []
 
 
+def test_the_row_below_the_prompt_comes_up_when_the_draft_becomes_shorter(start: Start) -> None:
+    terminal = start()
+    terminal.send("a\x0ab\x0ac\x0ad")
+    terminal.wait("  d")
+    terminal.send(CTRL_C)
+    terminal.wait_for_prompt()
+    terminal.settle(0.2)
+    screen = terminal.cells
+    [prompt] = [number for number, row in enumerate(screen) if "".join(row).startswith("> ")]
+    assert "F1 help" in "".join(screen[prompt + 1])
+
+
+def test_a_tab_is_blanks_in_the_draft_and_a_tab_in_the_message(start: Start) -> None:
+    terminal = start()
+    terminal.send(f"{PASTE}a\n\tb{PASTE_END}")
+    terminal.wait("      b")
+    assert "^I" not in terminal.text
+    terminal.send(ENTER)
+    assert sent(terminal) == "a\n\tb"
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(20, 24), (200, 8)])
 def test_the_row_below_the_prompt_fits_or_is_not_there(start: Start, columns: int, rows: int) -> None:
     terminal = start(columns=columns, rows=rows)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import create_app_session
+from prompt_toolkit.application import Application, create_app_session
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -17,6 +17,7 @@ from prompt_toolkit.input.defaults import create_input
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyPressEvent
 from prompt_toolkit.key_binding.key_processor import KeyPress
+from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from engine.errors import GoinferError
@@ -34,6 +35,14 @@ from goinfer_chat.terminal import Stream, true_text
 
 ESCAPE_SECONDS = 0.1
 """After an Escape the rest of a key's sequence comes at once; longer waits would make vi's Escape slow."""
+
+
+def _draw_no_taller_than_needed(app: Application[str]) -> None:
+    """Otherwise the toolbar stays where a menu or a longer draft has pushed it."""
+    renderer, size = app.renderer, app.output.get_size()
+    drawn = renderer.last_rendered_screen
+    if drawn is not None and drawn.height > app.layout.container.preferred_height(size.columns, size.rows).preferred:
+        renderer.erase(leave_alternate_screen=False)
 
 
 class LineEditor:
@@ -66,7 +75,7 @@ class LineEditor:
                 complete_while_typing=False,
                 enable_suspend=True,
                 history=history,
-                input_processors=[VisibleControls()],
+                input_processors=[TabsProcessor(tabstop=4, char1=" ", char2=" "), VisibleControls()],
                 interrupt_exception=LineCleared,
                 key_bindings=keys,
                 multiline=True,
@@ -74,6 +83,7 @@ class LineEditor:
                 style=STYLE,
             )
             self._session.app.ttimeoutlen = ESCAPE_SECONDS
+            self._session.app.before_render += _draw_no_taller_than_needed
             return
         # prompt_toolkit has a prompt without cursor movement, but not for a terminal whose TERM is not set, and only
         # when no output is given; without one it would make one that moves the cursor once.

@@ -65,7 +65,11 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines as they are, between two rules. Position 1 is behind the first rule, 2 behind the first line."""
+    """Lines as they are, between two rules. Position 1 is behind the first rule, 2 behind the first line.
+
+    A line that is complete is one row, however long: the terminal breaks it and can join it again, so what is copied is
+    the code. Behind a prefix, and while it grows, it is broken here.
+    """
 
     lines: tuple[str, ...]
     language: str
@@ -83,7 +87,8 @@ class Code:
         rows = [] if start else [Row((*prefix, *_rule(inside, f"{self.language or 'code'} [{self.number}]")), 1)]
         first = max(start - 1, 0)
         for i, line in enumerate(self.highlight(self.lines, self.language, first), first):
-            pieces = wrap(line, inside)
+            whole = 2 + i <= self.stable and not self.prefix
+            pieces = [Row(merged(line))] if whole else wrap(line, inside)
             rows += [Row((*prefix, *row.line), 2 + i if row is pieces[-1] else -1) for row in pieces]
         if self.closed and start < 2 + len(self.lines):
             rows.append(Row((*prefix, *_rule(inside, "")), 2 + len(self.lines)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from goinfer_chat.terminal import sanitize
-from goinfer_chat.view.cells import Line, Row, Run, wrap
+from goinfer_chat.view.cells import Line, Row, Run, line_width, wrap
 from goinfer_chat.view.highlight import Highlighter
 from goinfer_chat.view.markdown_blocks import Code, Flow, MarkdownBlock, parse
 
@@ -99,7 +99,7 @@ class MarkdownStream:
         for block in blocks[self._num_done :]:
             lines += _shown(block, block.rows(columns, position), position)
             position = 0
-        return lines
+        return [row for line in lines for row in (_broken(line, columns) if line_width(line) > columns else (line,))]
 
     def finish(self, columns: int) -> list[Line]:
         blocks = self._blocks(self._source)
@@ -152,6 +152,10 @@ class MarkdownStream:
         if isinstance(block, Code):
             block = replace(block, highlight=self._highlighters.setdefault(i, Highlighter()))
         return block
+
+
+def _broken(line: Line, columns: int) -> list[Line]:
+    return [row.line for row in wrap(line, columns)]
 
 
 def _as_if_closed(source: str) -> str:

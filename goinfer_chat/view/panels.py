@@ -160,12 +160,17 @@ def figures_panel(figures: TurnFigures, columns: int, max_rows: int, now: float)
     if max_rows < MIN_BORDERED_ROWS:
         return [cut_line(row, columns) for row in _rows(figures, columns, now)][:max_rows]
     rows = list(_rows(figures, columns - 2, now))[: max_rows - 1]
-    title = "working" if figures.tools and not figures.replying else "reading" if not figures.replying else "replying"
-    if figures.thinking and figures.replying:
-        title = "thinking"
-    head = cut_line((Run(f"╭─ {title}, {seconds_text(now - figures.started)}", DIM),), columns)
+    head = cut_line((Run(f"╭─ {_doing(figures)}, {seconds_text(now - figures.started)}", DIM),), columns)
     edges = ["│ "] * (len(rows) - 1) + ["╰ "]
     return [head, *((Run(edge, DIM), *cut_line(row, columns - 2)) for edge, row in zip(edges, rows, strict=True))]
+
+
+def _doing(figures: TurnFigures) -> str:
+    if any(tool.status == "runs" for tool in figures.tools.values()):
+        return "working"
+    if not figures.replying:
+        return "working" if figures.tools else "reading"
+    return "thinking" if figures.thinking else "replying"
 
 
 def boxed(rows: Sequence[Line], columns: int, title: str) -> list[Line]:
