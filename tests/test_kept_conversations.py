@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -117,6 +118,18 @@ def test_commands_about_conversations_work_in_scripts(program: Program) -> None:
     done = program("--quiet", "--json", "--ids", stdin="a\n/retry\n")
     first, second = [json.loads(line) for line in done.stdout.splitlines()]
     assert first["prompt_ids"] == second["prompt_ids"]
+
+
+def test_what_a_command_or_a_start_costs_is_said_before_it_happens(program: Program) -> None:
+    question = "how do you do this my friend"
+    done = program("--save", "work", stdin=f"{question}\n/system Be brief.\n/temperature 1\n/retry\n")
+    lines = done.stderr.splitlines()
+    at = lines.index("The next turn prefills 17 tokens, about 4 s.")
+    assert lines[at + 1] == "System prompt: Be brief."
+    assert [line for line in lines[at + 2 :] if "prefills" in line] == ["The next turn prefills 13 tokens, about 3 s."]
+    lines = program("--resume", "work", stdin="x\n").stderr.splitlines()
+    assert lines[:2] == ["Going on with work: 2 messages.", "The next turn prefills 17 tokens, about 4 s."]
+    assert "prefills" not in program("--resume", "work", "--quiet", stdin="x\n").stderr
 
 
 def test_a_script_has_no_editor(program: Program) -> None:
@@ -247,6 +260,15 @@ def test_the_next_start_shows_recent_conversations_and_tab_completes_their_names
     say(terminal, "and now", "TTFT")
     leave(terminal)
     assert kept(folder, "Why is the sky blue?") == ["Why is the sky blue?", "One said", "and now", "One said"]
+
+
+def test_at_the_prompt_it_says_what_a_command_costs_before_it_obeys(start: Callable[..., Terminal]) -> None:
+    terminal = start()
+    terminal.wait_for_prompt()
+    say(terminal, "how do you do this my friend", "One said")
+    say(terminal, "/system Be brief.", "System prompt: Be brief.")
+    assert re.search(r"The next turn prefills 17 tokens, about 4 s\.\s+System prompt: Be brief\.", terminal.text)
+    leave(terminal)
 
 
 def test_continue_shows_the_last_exchange_and_goes_on(start: Callable[..., Terminal]) -> None:
