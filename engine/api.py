@@ -238,6 +238,9 @@ class TurnStats:
     seed: int | None = None
     forced_tokens: int | None = None
     """Tokens of the reply that a grammar left no choice about; None where it was held to none."""
+    recomputed_tokens: int | None = None
+    """Tokens that were evaluated again though they had been before, since a running state cannot be cut back; None
+    where the model has none."""
     draft_tokens: int | None = None
     """Tokens guessed ahead; this and the next six are None where speculation is off."""
     draft_accepted: int | None = None
@@ -361,6 +364,10 @@ class ModelInfo:
     """Of the CPU; 0 where something else computes."""
     kv_type: str = ""
     """Of `KVType`. "" if not known."""
+    state_bytes: int = 0
+    """Of a running state, which layers of some models keep instead of K and V; it does not grow. 0: there is none."""
+    state_slots: int = 0
+    """So many of them have room: those of conversations, and of their pasts."""
     identity: str = ""
     """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
     session_reuse: str = ""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
-from engine.kernels.plan import QUERY_TILE
+from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
 from engine.quant import dequantize
 from engine.rope import cos_sin, frequencies, temperatures, yarn_magnitude, yarn_shares
 
@@ -79,11 +79,17 @@ class ArchSpec:
     """The weights of a row's chosen experts are scaled to a sum of 1, not those of all experts."""
     shared_expert: Literal["no", "maybe", "gated"] = "no"
     """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row."""
+    delta_layers: bool = False
+    """All but every n-th layer keep a running state (the gated delta rule) instead of keys and values, and what
+    attention gives is multiplied by the sigmoid of a gate that comes with q."""
+    interleaved_deltas: bool = False
+    """Neighbouring value heads share a key head, and their factors lie together in one matrix; False: value head h
+    has key head h mod the number of those, and each factor its own matrix."""
 
     @property
     def is_recurrent(self) -> bool:
         """Has layers with a running state, which cannot be cut back as keys and values can."""
-        return False
+        return self.delta_layers
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -107,6 +113,7 @@ class ArchSpec:
             "experts": self.experts == "yes",
             "a shared expert": self.shared_expert == "gated",
             "scores that grow with the position": self.temperatures,
+            "layers with a running state": self.delta_layers,
         }
         return tuple(words for words, is_so in said.items() if is_so)
 
@@ -240,6 +247,34 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec(name="mistral3", models="Ministral 3", neox_rope=False, temperatures=True),
             ArchSpec(name="qwen2vl", models="Qwen 2 VL, 2.5 VL (text)", neox_rope=True, rope_sections=True),
             ArchSpec(name="qwen3vl", models="Qwen 3 VL (text)", neox_rope=True, rope_sections=True),
+            ArchSpec(
+                name="qwen35",
+                models="Qwen 3.5 (text)",
+                neox_rope=True,
+                ffn_norm="post_attention_norm",
+                rope_sections=True,
+                delta_layers=True,
+            ),
+            ArchSpec(
+                name="qwen35moe",
+                models="Qwen 3.5 with experts (text)",
+                neox_rope=True,
+                ffn_norm="post_attention_norm",
+                rope_sections=True,
+                delta_layers=True,
+                experts="yes",
+                shared_expert="gated",
+            ),
+            ArchSpec(
+                name="qwen3next",
+                models="Qwen3 Next",
+                neox_rope=True,
+                ffn_norm="post_attention_norm",
+                delta_layers=True,
+                interleaved_deltas=True,
+                experts="yes",
+                shared_expert="gated",
+            ),
         )
     }
 )
@@ -260,6 +295,37 @@ class Experts:
     ffn_size: int
     scale: float
     """What the weights of the chosen ones are multiplied with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSizes:
+    """Of the layers with a running state (Gated DeltaNet)."""
+
+    layers: frozenset[int]
+    """Which they are."""
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    """Of a key and of a value."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.num_key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the state of a layer, f32: what the convolution saw last, and a matrix for each value head."""
+        return 4 * ((TAPS - 1) * self.channels + self.values * self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +380,9 @@ class ModelConfig:
     """Which layers see a window only."""
     is_parallel: bool
     """The feed-forward layer takes what attention takes."""
+    delta: DeltaSizes | None = None
+    num_spare_layers: int = 0
+    """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""
 
     @property
     def architecture(self) -> str:
@@ -323,6 +392,20 @@ class ModelConfig:
     def has_shared_gate(self) -> bool:
         """Whether the shared expert has a factor of its own for each row."""
         return self.arch.shared_expert == "gated" and self.ffn_size > 0
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Those that have keys and values."""
+        return tuple(n for n in range(self.num_layers) if not self.is_delta(n))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the running state of a conversation; 0: there is none."""
+        return len(self.delta.layers) * self.delta.layer_bytes if self.delta else 0
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether this layer has a running state instead of keys and values."""
+        return self.delta is not None and layer in self.delta.layers
 
     def is_local(self, layer: int) -> bool:
         """Whether this layer sees a window only."""
@@ -413,7 +496,8 @@ class _Reader:
         return float(value)
 
     def config(self) -> ModelConfig:
-        layers = self.integer("block_count", most=MAX_LAYERS)
+        spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if self.arch.delta_layers else 0
+        layers = self.integer("block_count", least=spare + 1, most=MAX_LAYERS) - spare
         hidden = self.integer("embedding_length", most=MAX_WIDTH)
         heads = self.integer("attention.head_count", most=MAX_WIDTH)
         kv_heads = self.integer("attention.head_count_kv", heads, most=MAX_WIDTH)
@@ -459,6 +543,8 @@ class _Reader:
             window=window,
             local=self._local(layers) if window else (False,) * layers,
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
+            delta=self._delta(layers) if self.arch.delta_layers else None,
+            num_spare_layers=spare,
         )
 
     def _feed_forward(self) -> tuple[int, Experts | None]:
@@ -484,6 +570,39 @@ class _Reader:
             scale=self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0,
         )
 
+    def _delta(self, layers: int) -> DeltaSizes:
+        """Of the layers with a running state: which they are, and their sizes."""
+        marks = self._value("attention.recurrent_layers")
+        if marks is None:
+            every = self.integer("full_attention_interval", 4, most=MAX_LAYERS)
+            marks = [(n + 1) % every != 0 for n in range(layers)]
+        if not isinstance(marks, (list, np.ndarray)) or len(marks) < layers:
+            raise self._bad("attention.recurrent_layers", f"must say of {layers} layers whether they are")
+        sizes = DeltaSizes(
+            layers=frozenset(n for n in range(layers) if marks[n]),
+            num_key_heads=self.integer("ssm.group_count", most=MAX_WIDTH),
+            num_value_heads=self.integer("ssm.time_step_rank", most=MAX_WIDTH),
+            head_dim=self.integer("ssm.state_size", most=MAX_WIDTH),
+        )
+        taps, inner = self.integer("ssm.conv_kernel", most=MAX_WIDTH), self.integer("ssm.inner_size", most=MAX_WIDTH)
+        if inner != sizes.values or sizes.num_value_heads % sizes.num_key_heads:
+            raise ModelFileError(
+                f"{self.file}: {sizes.num_key_heads} key heads and {sizes.num_value_heads} value heads of "
+                f"{sizes.head_dim} do not make layers of {inner}"
+            )
+        unsupported = ""
+        if not self._rotates_all_pairs():
+            unsupported = "pairs of a head that have no position in a text"
+        elif taps != TAPS:
+            unsupported = f"a convolution over {taps} tokens (only {TAPS})"
+        elif sizes.head_dim % DELTA_COLUMNS or sizes.head_dim > 1024:
+            unsupported = f"a state of {sizes.head_dim} numbers in a row (multiples of {DELTA_COLUMNS} up to 1024)"
+        elif not sizes.layers or len(sizes.layers) == layers:
+            unsupported = "layers of one kind only (some with a running state, some with attention)"
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+        return sizes
+
     def _check_sizes(
         self,
         hidden: int,
@@ -508,6 +627,14 @@ class _Reader:
             unsupported = f"layer sizes {sizes} (multiples of 32)"
         if unsupported:
             raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+
+    def _rotates_all_pairs(self) -> bool:
+        """Whether a text's positions reach every rotated pair where pairs have those in an image too (IM-RoPE)."""
+        sections = self._value("rope.dimension_sections")
+        if sections is None:
+            return True
+        pairs = self.integer("rope.dimension_count", 0, least=0, most=MAX_WIDTH) // 2
+        return len(sections) >= 3 and all(n < 3 * sections[n % 3] for n in range(pairs))
 
     def _scales(self, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, float]:
         """The factors and caps of a ModelConfig by name."""

@@ -53,8 +53,11 @@ class StepModel(Protocol):
         """Bytes of 64 positions of K and V in all layers."""
         ...
 
-    def new_pool(self, num_blocks: int) -> KVPool:
-        """The memory for keys and values that it uses from here on. Raises OutOfMemoryError."""
+    def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
+        """The memory for keys and values that it uses from here on, and for running states, if it has such layers.
+
+        Raises OutOfMemoryError.
+        """
         ...
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:

@@ -33,8 +33,13 @@ class Buffers:
 
         self.ids, self.positions, self.table_rows, self.wanted = (np.zeros(rows, np.int32) for _ in range(4))
         self.x = floats(rows, line(c.hidden_size))
-        self.qkv = floats(rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
-        self.attention = floats(rows, c.num_heads * c.head_dim)
+        gates = c.num_heads if c.arch.delta_layers else 0
+        taken, given = (c.num_heads + 2 * c.num_kv_heads + gates) * c.head_dim, c.num_heads * c.head_dim
+        if c.delta is not None:
+            factors = 2 * line(c.delta.num_value_heads)
+            taken, given = max(taken, c.delta.channels + c.delta.values + factors), max(given, c.delta.values)
+        self.qkv = floats(rows, taken)
+        self.attention = floats(rows, given)
         needs_branch = c.arch.post_norms or c.has_shared_gate
         self.branch = floats(rows, line(c.hidden_size)) if needs_branch else self.x
         self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
@@ -47,6 +52,7 @@ class Buffers:
         self._experts(c, rows)
         numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
         numbers += [c.experts.scale if c.experts else 1.0]
+        numbers += [1.0, c.delta.head_dim**-0.5 if c.delta else 0.0]
         self.constants = np.array(numbers, np.float32)
 
     def _experts(self, c: ModelConfig, rows: int) -> None:

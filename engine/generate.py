@@ -11,7 +11,7 @@ strings and table, so there is nothing to take back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -111,6 +111,9 @@ class Generation:
         self._decode_seconds = 0.0
         self._given_up_to = 0
         self._reached = len(table)  # positions that have had K/V, also where they had to be given back
+        self._known = min(table.num_known, self._num_prompt - 1)  # that have K/V, if not a state to go on from
+        self._num_recomputed = 0
+        table.mark([*message_ends(prompt_ids, tokenizer.end_ids), self._num_prompt - 1])
         self.put_back = False
         """It gave its K/V back for others to go on."""
         self.error: Exception | None = None
@@ -132,6 +135,7 @@ class Generation:
         """Give back all K/V, for others to go on. The ids are kept, and evaluated again as there is room."""
         self._given_up_to = len(self.ids)
         self.table.truncate(0)
+        self._known = 0
         self.put_back = True
 
     @property
@@ -189,9 +193,11 @@ class Generation:
 
     def accept(self, rows: Rows, logits: NDArray[np.float32], started: float, time: StepTime) -> None:
         """Take in a step that began at `started` and ran `rows`; logits [W, V] f32 of those that are wanted."""
-        prefilled = len(self.table) < self._num_prompt
+        before = len(self.table)
+        prefilled = before < self._num_prompt
         self.table.append(rows.known)
         length = len(self.table)
+        self._num_recomputed += max(0, min(length, self._known) - before)
         done = min(length, self._num_prompt)
         if prefilled and done > self._reached:
             self._prefill_tokens += done - self._reached
@@ -207,7 +213,7 @@ class Generation:
             self._decode_tokens += len(drawn)
             self._decode_seconds += perf_counter() - started
             if self.speculation is not None and self._guessed:
-                self.speculation.learn(drawn, rows.num_drafted, time)
+                self.speculation.learn(drawn, rows.num_drafted, time, len(rows.known))
             self._tell()
 
     def _tell(self) -> None:
@@ -251,15 +257,19 @@ class Generation:
         A guess that was drawn, or that a grammar forces, has its K/V already, in the row that was run for it.
         """
         drawn: list[int] = []
+        known = len(self.table)
         for i, row in enumerate(logits):
             if self.finish_reason is None and len(self.ids) == len(self.table):
                 drawn += self._draw(row)
             position = len(self.table)
+            if position != known + i:
+                break  # cut back by a stop string
             if i == len(draft) or position >= len(self.ids) or self.ids[position] != draft[i]:
                 break
             self.table.append(draft[i : i + 1])
+        self._known = max(self._known, len(self.table))
         if draft:
-            self.table.truncate(len(self.table))  # no more room than without guesses
+            self.table.truncate(len(self.table))  # no more room than without guesses, or back to before a wrong one
         return drawn
 
     def _draw(self, logits: NDArray[np.float32]) -> list[int]:
@@ -373,6 +383,7 @@ class Generation:
             kv_bytes=self.table.num_bytes,
             seed=sampling.seed,
             forced_tokens=None if self._matcher is None else self._num_forced,
+            recomputed_tokens=None if self.table.state is None else self._num_recomputed,
         )
         if speculation is None:
             return stats
@@ -386,6 +397,12 @@ class Generation:
             draft_saved_ms=speculation.saved_seconds * 1e3,
             draft_pauses=speculation.num_pauses,
         )
+
+
+def message_ends(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """Lengths at which the first message of a prompt ends, which others may begin with too, and the last one."""
+    ends = [n for n, token in enumerate(ids, start=1) if token in end_ids]
+    return [*ends[:1], *ends[-1:]]
 
 
 def _rate(count: int, seconds: float) -> float | None:

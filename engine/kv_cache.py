@@ -1,133 +1,22 @@
-"""The memory of keys and values: a pool of blocks, and one table of blocks for each conversation.
+"""One conversation's keys and values: a table of blocks of the pool.
 
 A block holds the K/V of `BLOCK_SIZE` positions of all layers; how its bytes are laid out is the model's business.
 Blocks are counted by reference. A full block never changes, so any number of tables may hold it: a fork costs
 nothing and a start that several conversations share is held once. A partly filled block may be shared too; the
 table that wants to write into it first takes a copy of its own (copy on write).
+
+A model may have layers with a running state beside (`running_state.py`). Then a table can be cut back, or forked, only
+to where a state was kept: what it is asked for is the most that it keeps, and its length says how much it kept.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+from engine.kv_pool import BLOCK_SIZE, CacheFullError, KVPool, StatePool, StatesFullError, blocks_for
+from engine.running_state import RunningState, Segment
 
-from engine.errors import EngineError, OutOfMemoryError
-
-BLOCK_SIZE = 64
-"""Positions in a block."""
-
-
-def blocks_for(num_positions: int) -> int:
-    """Blocks needed for that many positions."""
-    return -(-num_positions // BLOCK_SIZE)
-
-
-class CacheFullError(EngineError):
-    """The pool has fewer free blocks than are needed; nothing was changed."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(
-            f"the KV cache is full: {needed} more blocks of {BLOCK_SIZE} positions are needed and {free} are free; "
-            "forget a conversation, or load the model with a smaller context or fewer kept conversations"
-        )
-        self.needed = needed
-        self.free = free
-
-
-class KVPool:
-    """`num_blocks` blocks of `block_bytes` bytes and how many holders each has.
-
-    `memory` [num_blocks, block_bytes] u8 is a private anonymous mapping: zero until written (so every value in it is
-    finite, which masked attention lanes rely on), and a page costs memory only once it has been written. Freed blocks
-    are taken again first, so no more is ever committed than was in use at one time.
-
-    Raises OutOfMemoryError when the address space cannot be had.
-    """
-
-    def __init__(self, block_bytes: int, num_blocks: int) -> None:
-        assert block_bytes > 0
-        assert num_blocks > 0
-        self.block_bytes = block_bytes
-        self.num_blocks = num_blocks
-        self.memory = self._map()
-        self._holders = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    def _map(self) -> NDArray[np.uint8]:
-        return _map_zeros(self.block_bytes * self.num_blocks).reshape(self.num_blocks, self.block_bytes)
-
-    def read(self, block: int) -> NDArray[np.uint8]:
-        """The bytes of a block [block_bytes] u8, not to be changed."""
-        found: NDArray[np.uint8] = self.memory[block]
-        return found
-
-    @contextlib.contextmanager
-    def editing(self, block: int) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of a block [block_bytes] u8, to be changed within."""
-        yield self.memory[block]
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def used_bytes(self) -> int:
-        return (self.num_blocks - self.num_free) * self.block_bytes
-
-    def allocate(self) -> int:
-        """A block with one holder, its contents undefined but finite. Raises CacheFullError."""
-        if not self._free:
-            raise CacheFullError(1, 0)
-        block = self._free.pop()
-        self._holders[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        """One more holder."""
-        assert self._holders[block] > 0, f"block {block} is free and cannot be shared"
-        self._holders[block] += 1
-
-    def release(self, block: int) -> None:
-        """One holder less; the last one frees the block."""
-        assert self._holders[block] > 0, f"block {block} is released twice"
-        self._holders[block] -= 1
-        if self._holders[block] == 0:
-            self._free.append(block)
-
-    def num_holders(self, block: int) -> int:
-        return self._holders[block]
-
-    def copy(self, block: int) -> int:
-        """A new block with the same contents. Raises CacheFullError."""
-        twin = self.allocate()
-        self._copy(block, twin)
-        return twin
-
-    def _copy(self, source: int, target: int) -> None:
-        self.memory[target] = self.memory[source]
-
-
-def _map_zeros(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros [num_bytes] u8, committed page by page when they are written."""
-    try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            # Python's default for an anonymous mapping is shared, which is tmpfs: no huge pages, and kept by children.
-            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            mapping = mmap.mmap(-1, num_bytes)
-    except OSError as error:
-        raise OutOfMemoryError(
-            f"the KV cache needs {num_bytes / 2**20:,.0f} MiB of address space, which the system refuses "
-            f"({error.strerror or error}); choose a smaller context or fewer kept conversations"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # kernels built without huge pages; small pages work as well
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, dtype=np.uint8)
+__all__ = ["BLOCK_SIZE", "BlockTable", "CacheFullError", "KVPool", "StatePool", "StatesFullError", "blocks_for"]
 
 
 class BlockTable:
@@ -140,6 +29,9 @@ class BlockTable:
     def __init__(self, pool: KVPool) -> None:
         self.ids: list[int] = []
         self.blocks: list[int] = []
+        self.num_known = 0
+        """Positions that the table was last asked to keep: more than its length where their state is not kept."""
+        self.state = RunningState(pool.states) if pool.states is not None else None
         self._pool = pool
 
     def __len__(self) -> int:
@@ -150,9 +42,10 @@ class BlockTable:
         """Bytes of the blocks held, whether or not other tables hold them too."""
         return len(self.blocks) * self._pool.block_bytes
 
-    def reserve(self, num_positions: int) -> None:
+    def reserve(self, num_positions: int, num_guessed: int = 0) -> None:
         """Make room for the next `num_positions` positions, in blocks that no other table holds.
 
+        The last `num_guessed` of them may turn out not to be said: a running state is kept from before them too.
         Raises CacheFullError, before anything is changed.
         """
         if num_positions <= 0:
@@ -163,6 +56,8 @@ class BlockTable:
         missing = max(0, blocks_for(length + num_positions) - len(self.blocks))
         if len(shared) + missing > pool.num_free:
             raise CacheFullError(len(shared) + missing, pool.num_free)
+        if self.state is not None:
+            self.state.reserve(length, num_positions, num_guessed)
         for i in shared:
             own = pool.copy(self.blocks[i])
             pool.release(self.blocks[i])
@@ -178,20 +73,51 @@ class BlockTable:
         assert blocks_for(length) <= len(self.blocks), "append without reserve"
         assert all(self._pool.num_holders(block) == 1 for block in touched), "append into a shared block"
         self.ids.extend(ids)
+        if self.state is not None:
+            self.state.advance(len(self.ids))
+
+    def segments(self) -> list[Segment]:
+        """What the step that room was reserved for does with the running state."""
+        assert self.state is not None
+        return self.state.segments(len(self.ids))
+
+    def mark(self, lengths: Iterable[int]) -> None:
+        """Lengths to come that are worth keeping a running state at: messages end there."""
+        if self.state is not None:
+            self.state.mark(length for length in lengths if length > len(self.ids))
+
+    def rest(self) -> None:
+        """Nothing runs on the table for now: where it ends, it can be gone on from, by others too."""
+        self.truncate(len(self.ids))
+        if self.state is not None:
+            self.state.rest(len(self.ids))
+
+    def reach(self, length: int) -> int:
+        """How many of the first `length` positions a table that rests would keep, cut back or forked there."""
+        return length if self.state is None else self.state.nearest(length)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` positions and no room beyond their last block."""
+        """Keep the first `length` positions, or as many as the running state allows, and no room beyond them."""
         assert 0 <= length <= len(self.ids)
+        self.num_known = length
+        if self.state is not None:
+            length = self.state.cut(length)
         del self.ids[length:]
         for block in self.blocks[blocks_for(length) :]:
             self._pool.release(block)
         del self.blocks[blocks_for(length) :]
 
     def fork(self, length: int | None = None) -> BlockTable:
-        """A table with the same first `length` positions (all by default). Nothing is copied until one is written."""
+        """A table with the same first `length` positions (all by default), or as many as the running state allows.
+
+        Nothing is copied until one is written.
+        """
         length = len(self.ids) if length is None else length
         assert 0 <= length <= len(self.ids)
         twin = BlockTable(self._pool)
+        twin.num_known = length
+        if self.state is not None and twin.state is not None:
+            length = twin.state.share(self.state, length)
         twin.ids = self.ids[:length]
         twin.blocks = self.blocks[: blocks_for(length)]
         for block in twin.blocks:

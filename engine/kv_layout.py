@@ -45,7 +45,7 @@ _CHECK = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How positions lie in a block: layer after layer, each a row of parts.
+    """How positions lie in a block: layer with keys and values after layer, each a row of parts.
 
     A part (rows, width) is `rows` times 64 positions of `width` bytes. Keys in f16 with the positions innermost are
     (heads * head size, 2), values with a head's numbers side by side (heads, 2 * head size).
@@ -61,11 +61,11 @@ class KVLayout:
         if kv_type == "q8_0":
             runs = runs_of(dim)
             return cls(
-                num_layers=config.num_layers,
+                num_layers=len(config.attention_layers),
                 parts=((heads * dim, 1), (heads * runs, 2), (heads, dim), (heads, 2 * runs)),
             )
         size = 4 if kv_type == "f32" else 2
-        return cls(num_layers=config.num_layers, parts=((heads * dim, size), (heads, size * dim)))
+        return cls(num_layers=len(config.attention_layers), parts=((heads * dim, size), (heads, size * dim)))
 
     @property
     def position_bytes(self) -> int:

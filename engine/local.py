@@ -128,6 +128,11 @@ class LocalEngine:
             draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
             if draft_gguf is not None:
                 check_vocabulary(draft_gguf, gguf)
+                if ModelConfig.from_gguf(draft_gguf).state_bytes:
+                    raise UsageError(
+                        f"{draft_gguf.path.name} cannot guess for another model: it has layers with a running state, "
+                        "which would have to be taken back after every guess"
+                    )
                 needs.append(place.estimate(draft_gguf, "f16"))
             plan = plan_memory(
                 name=path.name,
@@ -139,6 +144,7 @@ class LocalEngine:
                 available=place.available_memory(),
                 from_disk=from_disk,
                 token_bytes=place.token_bytes(gguf),
+                state_bytes=config.state_bytes,
             )
             model = place.load(
                 gguf,
@@ -177,7 +183,10 @@ class LocalEngine:
                 draft_model=draft_model,
                 backend=place,
             )
-            if kv_folder is not None and kv_sessions > 0:
+            if config.state_bytes and kv_folder is not None and kv_sessions > 0:
+                notice = "the running state of this model is not kept in files: after a restart, words are read again"
+                engine.info = replace(engine.info, notices=(*engine.info.notices, notice))
+            elif kv_folder is not None and kv_sessions > 0:
                 engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
             undo.pop_all()
             return engine
@@ -206,7 +215,7 @@ class LocalEngine:
         )
         self._gguf = gguf
         self._model = model
-        self._pool = model.new_pool(plan.num_blocks)
+        self._pool = model.new_pool(plan.num_blocks, plan.num_states, plan.num_checkpoints)
         self._sessions = Sessions(self._pool, kv_sessions)
         self._kv_sessions = kv_sessions
         self._speculation = speculation
@@ -480,6 +489,8 @@ def _model_info(
         context_size=plan.context_size,
         train_context_size=config.train_context_size,
         kv_bytes_per_token=model.kv_block_bytes // BLOCK_SIZE,
+        state_bytes=config.state_bytes,
+        state_slots=plan.num_states,
         weight_bytes=model.weight_bytes,
         backend=backend.name,
         kernels=model.kernels,
@@ -505,7 +516,8 @@ def _session_reuse(kv_sessions: int, plan: MemoryPlan) -> str:
 
 def _num_fitting(kv_sessions: int, plan: MemoryPlan) -> int:
     """Conversations of a full context that memory has room for, at most as many as are wanted."""
-    return min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
+    fit = min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
+    return min(fit, plan.num_states - 2) if plan.num_states else fit  # the one that runs has two
 
 
 def _count(conversations: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.arch import ModelConfig
+from engine.arch import DeltaSizes, ModelConfig
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.weights import Matrix
@@ -28,7 +28,8 @@ class LayerMatrices:
     """The matrices of one layer."""
 
     qkv: tuple[Matrix, ...]
-    """Of q, k and v, or one for all."""
+    """Of q, k and v, or one for all, and of the gate of what attention gives. Of a layer with a running state: what
+    goes through the convolution, its gate, and the two factors of each head."""
     output: Matrix
     dense: FeedForward | None
     """What every row passes: the feed-forward layer, or the shared one of the experts."""
@@ -51,7 +52,8 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     biases = ["attn_output", "ffn_down"] + ([] if arch.gated else ["ffn_up"])
     biases += [] if arch.whole_head_norms else ["attn_q", "attn_k", "attn_v", "attn_qkv"]
     biases += ["attn_norm", arch.ffn_norm] if arch.norm == "centred" else []
-    return ["attn_rot_embd.weight", *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
+    others = ["ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight"] if arch.delta_layers else []
+    return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
 
 
 class ModelMatrices:
@@ -61,14 +63,39 @@ class ModelMatrices:
         self.config = c
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-        def matrix(name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0) -> Matrix:
-            return Matrix(gguf, f"{name}.weight", (rows, columns), part, experts)
+        def matrix(
+            name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0, run: int = 0
+        ) -> Matrix:
+            return Matrix(gguf, f"{name}.weight", (rows, columns), part, experts, run)
 
         def qkv(block: str) -> tuple[Matrix, ...]:
             if f"{block}.attn_qkv.weight" in gguf.tensors:
                 return (matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
             rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
-            return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
+            if not c.arch.delta_layers:
+                return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
+            # Each head of q is followed by its gate.
+            q, gate = (matrix(f"{block}.attn_q", queries, c.hidden_size, (i, 2), run=c.head_dim) for i in range(2))
+            return (q, *(matrix(f"{block}.{name}", keys, c.hidden_size) for name in ("attn_k", "attn_v")), gate)
+
+        def delta(block: str, sizes: DeltaSizes) -> tuple[Matrix, ...]:
+            heads, shared = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
+            if c.arch.interleaved_deltas:
+                factors = (matrix(f"{block}.ssm_ba", heads, c.hidden_size, (i, 2), run=shared) for i in range(2))
+            else:
+                factors = (matrix(f"{block}.ssm_{name}", heads, c.hidden_size) for name in ("beta", "alpha"))
+            return (
+                matrix(f"{block}.attn_qkv", sizes.channels, c.hidden_size),
+                matrix(f"{block}.attn_gate", sizes.values, c.hidden_size),
+                *factors,
+            )
+
+        def branch(n: int) -> tuple[tuple[Matrix, ...], Matrix]:
+            """What the first branch of a layer multiplies with, and what it ends with."""
+            block = f"blk.{n}"
+            if c.delta is not None and c.is_delta(n):
+                return delta(block, c.delta), matrix(f"{block}.ssm_out", c.hidden_size, c.delta.values)
+            return qkv(block), matrix(f"{block}.attn_output", c.hidden_size, queries)
 
         def feed_forward(block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
             down = matrix(f"{block}.ffn_down{suffix}", c.hidden_size, ffn_size, experts=experts)
@@ -87,8 +114,8 @@ class ModelMatrices:
                 down,
             )
 
-        def layer(block: str) -> LayerMatrices:
-            dense = experts = None
+        def layer(n: int) -> LayerMatrices:
+            block, dense, experts = f"blk.{n}", None, None
             router: tuple[Matrix, ...] = ()
             if c.experts:
                 experts = feed_forward(block, c.experts.ffn_size, "_exps", c.experts.count)
@@ -97,11 +124,10 @@ class ModelMatrices:
                     router += (matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
             if c.ffn_size:
                 dense = feed_forward(block, c.ffn_size, "_shexp" if c.experts else "")
-            output = matrix(f"{block}.attn_output", c.hidden_size, queries)
-            return LayerMatrices(qkv(block), output, dense, experts, router)
+            return LayerMatrices(*branch(n), dense, experts, router)
 
         self.embedding = matrix("token_embd", c.vocab_size, c.hidden_size)
-        self.layers = [layer(f"blk.{n}") for n in range(c.num_layers)]
+        self.layers = [layer(n) for n in range(c.num_layers)]
         tied = "output.weight" not in gguf.tensors
         self.head = self.embedding if tied else matrix("output", c.vocab_size, c.hidden_size)
         self._check_all_is_read(gguf)
@@ -112,8 +138,9 @@ class ModelMatrices:
         vectors = {f"blk.{n}.{v}" for n in range(c.num_layers) for v in layer_vectors(c)}
         read = {m.name for m in self.all} | vectors | {"output_norm.weight", "output_norm.bias", "output.bias"}
         read |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+        spare = tuple(f"blk.{c.num_layers + n}." for n in range(c.num_spare_layers))
         for name in gguf.tensors:
-            if name not in read:
+            if name not in read and not name.startswith(spare):
                 shown = "".join(x for x in name if x.isprintable())[:64]
                 raise UnsupportedModelError(
                     f"{gguf.path.name}: tensor {shown} is of a form of {c.architecture} that is not supported"

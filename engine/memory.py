@@ -13,13 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import OutOfMemoryError, UsageError
-from engine.kv_cache import BLOCK_SIZE, blocks_for
+from engine.kv_pool import BLOCK_SIZE, blocks_for
 
 DEFAULT_CONTEXT = 8192
 """Positions when none are asked for: several files of source and a long talk, 0.2 GB of K/V in a model of 1.5B."""
 
 LEAST_CONTEXT = 512
 """A context that was asked for is not made smaller than this: the model is refused instead."""
+
+MOST_CHECKPOINTS = 8
+"""States of its past that a conversation keeps at most, of a model with layers that keep a running state."""
+
+STATE_BYTES = 2**30
+"""What running states may take in all, and at most a quarter of what is free beside the weights: two for a conversation
+that runs, and those of its past. Fewer than three are of no use."""
 
 _RESERVED = 256 * 2**20  # for the interpreter, compiled code, one step's activations and logits
 _RESERVED_ADDRESSES = 512 * 2**20  # threads reserve address space (stacks, malloc arenas) that they hardly use
@@ -33,6 +40,10 @@ class MemoryPlan:
     notices: tuple[str, ...]
     from_disk: bool = False
     """Weights stay in their file, and what a step touches of them is read when it is touched."""
+    num_states: int = 0
+    """Slots for running states; 0: the model has none."""
+    num_checkpoints: int = 0
+    """How many of them a conversation may have for its past."""
 
 
 def plan_memory(
@@ -46,6 +57,7 @@ def plan_memory(
     available: int | None,
     from_disk: bool = False,
     token_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> MemoryPlan:
     """The context and the pool that fit beside the weights into `available` bytes (None: not known, not checked).
 
@@ -66,11 +78,21 @@ def plan_memory(
         notices.append(f"the context is {context:,} tokens, the most {name} was trained for, instead of {wanted:,}")
     most_blocks = max(1, kv_sessions) * blocks_for(context)
     if available is None:
-        return MemoryPlan(context_size=context, num_blocks=most_blocks, notices=tuple(notices), from_disk=from_disk)
+        num_states, num_checkpoints = _states(state_bytes, kv_sessions, None)
+        return MemoryPlan(
+            context_size=context,
+            num_blocks=most_blocks,
+            notices=tuple(notices),
+            from_disk=from_disk,
+            num_states=num_states,
+            num_checkpoints=num_checkpoints,
+        )
 
     if from_disk and weight_bytes > available - most_blocks * block_bytes:
         notices.append(_says_from_disk(name, weight_bytes, token_bytes, available))
         weight_bytes = min(weight_bytes, token_bytes, max(0, available) // 2)
+    num_states, num_checkpoints = _states(state_bytes, kv_sessions, available - weight_bytes)
+    weight_bytes += num_states * state_bytes
     free_blocks = (available - weight_bytes) // block_bytes
     if free_blocks < blocks_for(min(context, LEAST_CONTEXT)):
         needed = weight_bytes + blocks_for(min(context, LEAST_CONTEXT)) * block_bytes
@@ -91,6 +113,8 @@ def plan_memory(
         num_blocks=min(most_blocks, free_blocks),
         notices=tuple(notices),
         from_disk=from_disk,
+        num_states=num_states,
+        num_checkpoints=num_checkpoints,
     )
 
 
@@ -100,6 +124,16 @@ def _says_from_disk(name: str, weight_bytes: int, token_bytes: int, available: i
         f"{name} has {_mib(weight_bytes)} of weights, and {_mib(max(0, available))} of memory are free: weights are "
         f"read from the disk when they are needed, {_mib(token_bytes)} of them for a token; {often}"
     )
+
+
+def _states(state_bytes: int, kv_sessions: int, free: int | None) -> tuple[int, int]:
+    """Slots for running states, and how many of them a conversation may have for its past."""
+    if not state_bytes:
+        return 0, 0
+    conversations = max(1, kv_sessions)
+    budget = STATE_BYTES if free is None else min(STATE_BYTES, free // 4)
+    slots = max(3, min(conversations * (MOST_CHECKPOINTS + 2), budget // state_bytes))
+    return slots, max(1, min(MOST_CHECKPOINTS, slots // conversations - 2))
 
 
 def _mib(num_bytes: int) -> str:

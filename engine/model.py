@@ -26,7 +26,7 @@ from engine.kernels.matmul import matmul_module
 from engine.kernels.program import CONTEXT, Stored
 from engine.kernels.target import detect
 from engine.kernels.workers import Workers
-from engine.kv_cache import BLOCK_SIZE, KVPool
+from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
 from engine.kv_layout import NUMERICS_VERSION, KVLayout
 from engine.matrices import ModelMatrices
 from engine.operations import Program
@@ -55,6 +55,9 @@ class Batch:
     """Which table a row uses [T]."""
     want: NDArray[np.int32]
     """Rows whose logits are wanted [W], ascending, at most MAX_WANTED."""
+    states: NDArray[np.int32] | None = None
+    """Of a model with running states [C, S, 2]: each table's slots, and up to which of the table's rows each of them
+    runs. The first slot has the state before these rows, and each one after it begins as a copy of the one before."""
 
 
 class Model:
@@ -85,7 +88,10 @@ class Model:
 
     @staticmethod
     def estimate(gguf: GGUFFile, kv_type: KVType = "f16") -> tuple[int, int]:
-        """(bytes of weights in memory, bytes of a KV block) of a model that is not loaded yet."""
+        """(bytes of weights in memory, bytes of a KV block) of a model that is not loaded yet.
+
+        Bytes of a running state are in its `ModelConfig`.
+        """
         layers = ModelMatrices(gguf, ModelConfig.from_gguf(gguf))
         return sum(m.num_bytes for m in layers.all), KVLayout.of(layers.config, kv_type).block_bytes
 
@@ -121,6 +127,11 @@ class Model:
         self._program = Program(self, gguf)
         self._context = self._make_context()
         self._workers = Workers(self._compiled.address("core", "goinfer_step"), self._context.ctypes.data, threads)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the running state of a conversation; 0: the model has none."""
+        return self.config.state_bytes
 
     @property
     def kernels(self) -> str:
@@ -168,6 +179,9 @@ class Model:
             "kv_stored": Stored[self.kv_type.upper()],
             "kv_head_bytes": BLOCK_SIZE * c.head_dim * _NUMBER_BYTES[self.kv_type],
             "kv_scale_bytes": BLOCK_SIZE * 2 * runs_of(c.head_dim) if self.kv_type == "q8_0" else 0,
+            "one": b.constants[6:].ctypes.data,
+            "delta_scale": b.constants[7:].ctypes.data,
+            "state_bytes": self.state_bytes,
             "ids": b.ids.ctypes.data,
             "positions": b.positions.ctypes.data,
             "table_rows": b.table_rows.ctypes.data,
@@ -197,6 +211,9 @@ class Model:
             "generation": b.generation.ctypes.data,
             "counters": b.counters.ctypes.data,
         }
+        if c.delta is not None:
+            values |= {"key_heads": c.delta.num_key_heads, "value_heads": c.delta.num_value_heads}
+            values |= {"delta_dim": c.delta.head_dim}
         for name, value in values.items():
             context[name] = value
         return context
@@ -205,9 +222,11 @@ class Model:
     def numerics(self) -> int:
         return NUMERICS_VERSION
 
-    def new_pool(self, num_blocks: int) -> KVPool:
-        """Memory for keys and values, in use from here on. Raises OutOfMemoryError."""
+    def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
+        """Memory for keys and values, and for running states, in use from here on. Raises OutOfMemoryError."""
         pool = KVPool(self.kv_block_bytes, num_blocks)
+        if self.state_bytes:
+            pool.states = StatePool(self.state_bytes, num_states, num_checkpoints)
         self.bind_pool(pool)
         return pool
 
@@ -216,12 +235,17 @@ class Model:
         assert pool.block_bytes == self.kv_block_bytes
         self._pool = pool
         self._context["kv_memory"] = pool.memory.ctypes.data
+        if self.state_bytes:
+            assert pool.states is not None
+            assert pool.states.block_bytes == self.state_bytes
+            self._context["state_memory"] = pool.states.memory.ctypes.data
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """Run the rows; logits [W, V] f32 of the wanted ones: a view that the next call overwrites."""
         rows, wanted, b = len(batch.ids), len(batch.want), self.buffers
         tables = np.ascontiguousarray(batch.tables, np.int32)
-        self._check(batch, tables)
+        states = None if batch.states is None else np.ascontiguousarray(batch.states, np.int32)
+        self._check(batch, tables, states)
         b.ids[:rows], b.positions[:rows] = batch.ids, batch.positions
         b.table_rows[:rows], b.wanted[:wanted] = batch.table_rows, batch.want
         context = self._context[0]
@@ -230,10 +254,12 @@ class Model:
         # Known before a step starts: the rows move while it runs.
         context["wanted_parts"] = int(batch.positions[batch.want].max()) // PART + 1 if wanted else 0
         context["tables"], context["table_blocks"] = tables.ctypes.data, tables.shape[1]
+        if states is not None:
+            context["state_table"], context["num_segments"] = states.ctypes.data, states.shape[1]
         self._workers.run()
         return b.logits[:wanted, : self.config.vocab_size]
 
-    def _check(self, batch: Batch, tables: NDArray[np.int32]) -> None:
+    def _check(self, batch: Batch, tables: NDArray[np.int32], states: NDArray[np.int32] | None) -> None:
         """What compiled code trusts. These are our own mistakes, and would be silent corruption there."""
 
         def within(numbers: NDArray[np.int32], limit: int, what: str) -> None:
@@ -250,6 +276,12 @@ class Model:
         within(batch.table_rows, tables.shape[0], "table")
         if wanted:
             within(batch.want, rows, "wanted row")
+        assert (states is not None) == bool(self.state_bytes), "running states"
+        if states is not None:
+            assert self._pool.states is not None
+            assert states.shape[0] == len(tables)
+            assert states.shape[2] == 2
+            within(states[:, :, 0], self._pool.states.num_blocks, "state")
 
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used after this."""

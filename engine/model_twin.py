@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import Experts, ModelConfig
+from engine.arch import DeltaSizes, Experts, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
+from engine.kernels.plan import TAPS
 from engine.quant import row_bytes
 
 Floats = NDArray[np.float32]
@@ -29,9 +30,11 @@ class Step:
     logits: Floats
     """[T, V]."""
     keys: Cached
-    """[layers, T, G, D], as the cache holds them; q8_0 as what it stands for."""
+    """[layers with keys, T, G, D], as the cache holds them; q8_0 as what it stands for."""
     values: Cached
-    """[layers, T, G, D]."""
+    """[layers with keys, T, G, D]."""
+    states: Floats
+    """Running states [layers with such, layer_bytes / 4], as a slot holds them."""
 
 
 class _Tensors:
@@ -75,13 +78,21 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     c, t = ModelConfig.from_gguf(gguf), _Tensors(gguf)
     c = c.for_context(context_size or c.train_context_size)
     x = t.rows("token_embd.weight", ids) * np.float32(c.embedding_factor)
-    cache = []
+    cache, states = [], []
     for n in range(c.num_layers):
-        q, *computed = _heads(c, t, n, x)
+        if c.delta is not None and c.is_delta(n):
+            given, state = _recalled(c, c.delta, t, n, x)
+            states.append(state)
+            x = x + t.multiply(f"blk.{n}.ssm_out.weight", given)
+            x = _feed_forward(c, t, n, _taken(c, t, f"blk.{n}.{c.arch.ffn_norm}", x), x)
+            continue
+        gate, q, *computed = _heads(c, t, n, x)
         k, v = (twins.kept(y, kv_type) for y in computed)
         cache.append((k, v))
         window = c.window if c.is_local(n) else 0
         seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap).reshape(len(ids), -1)
+        if gate is not None:
+            seen = seen * twins.sigmoid(gate)
         attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
         norm = f"blk.{n}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}"
         x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
@@ -91,7 +102,32 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     logits = t.multiply(head, normed)
     if "output.bias" in t:
         logits = logits + t.vector("output.bias")
-    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, keys, values)
+    found = np.stack(states) if states else np.zeros((0, 0), np.float32)
+    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, keys, values, found)
+
+
+def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats]:
+    """What the running state of a layer gives [T, values], and the state after all rows, flat."""
+    block, dim, heads, length = f"blk.{layer}", sizes.head_dim, sizes.num_value_heads, len(x)
+    normed = _taken(c, t, f"{block}.attn_norm", x)
+    mixed, gate = (t.multiply(f"{block}.{name}.weight", normed) for name in ("attn_qkv", "attn_gate"))
+    if c.arch.interleaved_deltas:
+        both = t.multiply(f"{block}.ssm_ba.weight", normed).reshape(length, sizes.num_key_heads, 2, -1)
+        share, decay = (both[:, :, i].reshape(length, heads) for i in range(2))
+    else:
+        share, decay = (t.multiply(f"{block}.ssm_{name}.weight", normed) for name in ("beta", "alpha"))
+    share = twins.sigmoid(share)
+    decay = twins.exp(t.vector(f"{block}.ssm_a") * twins.softplus(decay + t.vector(f"{block}.ssm_dt.bias")))
+    taps = np.ascontiguousarray(t.rows(f"{block}.ssm_conv1d.weight", range(sizes.channels)).T)
+    seen, history = twins.convolve(mixed, taps, np.zeros((TAPS - 1, sizes.channels), np.float32))
+    parts = np.split(seen, [sizes.keys, 2 * sizes.keys], axis=1)
+    q, k, v = (part.reshape(length, -1, dim) for part in parts)
+    q, k = twins.unit(q, c.norm_eps, dim**-0.5), twins.unit(k, c.norm_eps, 1.0)
+    shared = heads // sizes.num_key_heads
+    q, k = (np.repeat(y, shared, axis=1) if c.arch.interleaved_deltas else np.tile(y, (1, shared, 1)) for y in (q, k))
+    given, state = twins.delta(q, k, v, decay, share, np.zeros((heads, dim, dim), np.float32))
+    out = twins.norm_gated(given, gate.reshape(given.shape), t.vector(f"{block}.ssm_norm.weight"), c.norm_eps)
+    return out.reshape(length, -1), np.concatenate([history.reshape(-1), state.reshape(-1)])
 
 
 def _normed(c: ModelConfig, t: _Tensors, norm: str, x: Floats, factor: float = 1.0) -> Floats:
@@ -107,11 +143,11 @@ def _taken(c: ModelConfig, t: _Tensors, norm: str, x: Floats) -> Floats:
     return _normed(c, t, norm, x) if c.arch.pre_norms else x
 
 
-def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats, Floats]:
-    """q [T, H, D] f32 with the attention scale in it, k and v [T, G, D] f32 of a layer."""
+def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats | None, Floats, Floats, Floats]:
+    """Of a layer the gate [T, H D] f32, if it has one, q [T, H, D] f32 with the attention scale, k and v [T, G, D]."""
     normed = _taken(c, t, f"blk.{layer}.attn_norm", x)
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
-    heads, names = [], ("attn_q", "attn_k", "attn_v")
+    heads, names, gate = [], ("attn_q", "attn_k", "attn_v"), None
     fused = f"blk.{layer}.attn_qkv"
     if f"{fused}.weight" in t:
         ends = np.cumsum([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim])
@@ -119,6 +155,9 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
         computed = np.split(whole + t.vector(f"{fused}.bias") if f"{fused}.bias" in t else whole, ends, axis=1)
     else:
         computed = [t.multiply(f"blk.{layer}.{name}.weight", normed) for name in names]
+    if c.arch.delta_layers:  # each head of q is followed by its gate
+        both = computed[0].reshape(len(x), c.num_heads, 2, c.head_dim)
+        computed[0], gate = (both[:, :, i].reshape(len(x), -1) for i in range(2))
     for name, y in zip(names, computed, strict=True):
         if f"blk.{layer}.{name}.bias" in t:
             y = y + t.vector(f"blk.{layer}.{name}.bias")
@@ -132,7 +171,7 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
         rotated = name != "attn_v" and c.is_rotated(layer)
         heads.append(twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y)
     q, k, v = heads
-    return q * c.query_scales(len(x))[:, None, None], k, v
+    return gate, q * c.query_scales(len(x))[:, None, None], k, v
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.arch import DeltaSizes
 from engine.buffers import LINE
+from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
 from engine.kernels.dot import ActivationLayout, layout_for
+from engine.kernels.formats import ROWS
+from engine.kernels.plan import TAPS
 from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Op
 from engine.matrices import FeedForward, LayerMatrices
+from engine.quant import dequantize
 from engine.weights import Matrix, load_vector, zeroed
 
 if TYPE_CHECKING:
@@ -28,6 +34,9 @@ class Program:
         self._kept: list[NDArray[Any]] = []
         c, layers = self._config, self._layers
         self._numbers = {id(m): n for n, m in enumerate(layers.all)}
+        self._offsets = {
+            id(m): offset for y in layers.layers for some in (y.qkv, y.router) for m, offset in _offsets(some)
+        }
         self.matrices = np.array([self._matrix(m) for m in layers.all], MATRIX)
         dense = [y.dense for y in layers.layers if y.dense]
         experts = [y.experts for y in layers.layers if y.experts]
@@ -36,7 +45,9 @@ class Program:
         self._activations: list[tuple[int, ...]] = []
         rows, slots = model.max_rows, self._buffers.num_slots
         self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
-        self._attended = self._activation(c.num_heads * c.head_dim, [y.output for y in layers.layers], rows)
+        outputs = [[y.output for n, y in enumerate(layers.layers) if c.is_delta(n) == is_delta] for is_delta in (0, 1)]
+        self._attended = self._activation(c.num_heads * c.head_dim, outputs[0], rows)
+        self._recalled = self._activation(c.delta.values, outputs[1], rows) if c.delta else 0
         self._gated = self._activation(c.ffn_size, [part.down for part in dense], rows)
         if c.experts:
             self._gathered = self._activation(c.hidden_size, [m for part in experts for m in part.gate_up], slots)
@@ -60,13 +71,6 @@ class Program:
         return int(array.ctypes.data)
 
     def _matrix(self, m: Matrix) -> tuple[int, ...]:
-        c = self._config
-        name = m.name.removesuffix(".weight").rpartition(".")[2]
-        offset = {
-            "attn_k": c.num_heads * c.head_dim,
-            "attn_v": (c.num_heads + c.num_kv_heads) * c.head_dim,
-            "ffn_gate_inp_shexp": self._buffers.router.shape[1] - 16,
-        }.get(name, 0)
         return (
             self._model.weights.memory.ctypes.data + m.offset,
             self._model.kernel_address(m, "matmul"),
@@ -75,7 +79,7 @@ class Program:
             m.num_groups,
             m.num_blocks,
             layout_for(m.fmt).span,
-            4 * offset,
+            self._offsets.get(id(m), 0),
         )
 
     def _activation(self, num_values: int, readers: list[Matrix], rows: int) -> int:
@@ -104,6 +108,21 @@ class Program:
             given = f"{name}.bias" in self._gguf.tensors
             values.append(load_vector(self._gguf, f"{name}.bias", size) if given else np.zeros(size, np.float32))
         return self._keep(np.concatenate(values) * np.float32(factor))
+
+    def _padded(self, name: str, size: int) -> int:
+        """Address of a vector filled up with zeros: kernels take 16 numbers at a time."""
+        padded = np.zeros(-(-size // 16) * 16, np.float32)
+        padded[:size] = load_vector(self._gguf, name, size)
+        return self._keep(padded)
+
+    def _taps(self, name: str, sizes: DeltaSizes) -> int:
+        """Address of the weights of a convolution, [TAPS, channels]: the file has those of a channel together."""
+        info, shape = self._gguf.tensors.get(name), (sizes.channels, TAPS)
+        if info is None or info.shape != shape:
+            found = "missing" if info is None else info.shape
+            raise ModelFileError(f"{self._gguf.path.name}: tensor {name} is {found}, and should be {shape}")
+        weights = dequantize(info.type, self._gguf.data(name)).reshape(shape)
+        return self._keep(np.ascontiguousarray(weights.T, np.float32))
 
     def _bias(self, layer: int) -> int:
         """Address of the biases of q, k and v in a row, or 0 if there are none."""
@@ -150,14 +169,30 @@ class Program:
             self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
 
     def _layer(self, n: int, layer: LayerMatrices) -> None:
-        c, b = self._config, self._buffers
+        c = self._config
         self._take_for(f"blk.{n}.attn_norm")
-        self._multiply(self._hidden, layer.qkv, b.qkv)
+        self._multiply(self._hidden, layer.qkv, self._buffers.qkv)
+        if c.delta is not None and c.is_delta(n):
+            self._recall(n, c.delta, layer)
+            self._multiply(self._recalled, (layer.output,), self._buffers.x, add=1)
+        else:
+            self._attend(n, layer)
+            self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
+        if not c.is_parallel:
+            self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
+        if layer.experts:
+            self._experts(layer, layer.experts)
+        if layer.dense:
+            self._dense(n, layer.dense)
+
+    def _attend(self, n: int, layer: LayerMatrices) -> None:
+        """activation = what attention gives."""
+        c, b = self._config, self._buffers
         if c.arch.whole_head_norms:
             self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads)
             self._whole_norm(f"blk.{n}.attn_k_norm", c.num_heads, c.num_kv_heads)
         local = c.is_local(n)
-        kv_offset = n * (self._model.kv_block_bytes // c.num_layers)
+        kv_offset = c.attention_layers.index(n) * (self._model.kv_block_bytes // len(c.attention_layers))
         cos, sin = self._rope[local]
         self._add(
             Op.HEADS,
@@ -170,27 +205,48 @@ class Program:
             neox=int(c.arch.neox_rope),
             kv_offset=kv_offset,
         )
-        if n == c.num_layers - 1:
-            # K and V of every row are in the cache; only the wanted rows need what comes after.
-            self._wanted = True
-            self._add(Op.KEEP)
-            if c.is_parallel:
-                self._take_for(f"blk.{n}.attn_norm")  # of the rows that are left, for the feed-forward layer
+        # K and V of every row are in the cache; only the wanted rows need what comes after.
+        self._keep_wanted(n)
         window = c.window if local else 0
         cap = b.constants[3:].ctypes.data if c.attention_cap else 0
         self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
-        unit = self._activations[self._attended][1]
-        whole = math.lcm(unit, c.head_dim)
-        width = c.num_heads * c.head_dim
-        share = whole if width % whole == 0 else width
-        self._add(Op.MERGE, activation=self._attended, window=window, share=share)
-        self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
-        if not c.is_parallel:
-            self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
-        if layer.experts:
-            self._experts(layer, layer.experts)
-        if layer.dense:
-            self._dense(n, layer.dense)
+        gate = self._offsets[id(layer.qkv[3])] if c.arch.delta_layers else 0
+        share = self._share(self._attended, c.head_dim)
+        self._add(Op.MERGE, activation=self._attended, window=window, share=share, gate=gate)
+
+    def _recall(self, n: int, sizes: DeltaSizes, layer: LayerMatrices) -> None:
+        """activation = what the running state gives."""
+        state_offset = sorted(sizes.layers).index(n) * sizes.layer_bytes
+        self._add(Op.CONVOLVE, weight=self._taps(f"blk.{n}.ssm_conv1d.weight", sizes), state_offset=state_offset)
+        rates = (self._padded(f"blk.{n}.{name}", sizes.num_value_heads) for name in ("ssm_dt.bias", "ssm_a"))
+        self._add(Op.UNIT, **dict(zip(("bias", "rate"), rates)))
+        self._add(
+            Op.DELTA,
+            state_offset=state_offset + 4 * (TAPS - 1) * sizes.channels,
+            interleaved=int(self._config.arch.interleaved_deltas),
+        )
+        self._keep_wanted(n)
+        self._add(
+            Op.NORM_GATED,
+            activation=self._recalled,
+            gate=self._offsets[id(layer.qkv[1])],
+            weight=self._vector(f"blk.{n}.ssm_norm", sizes.head_dim),
+            share=self._share(self._recalled, sizes.head_dim),
+        )
+
+    def _keep_wanted(self, n: int) -> None:
+        """Behind what all rows leave in the last layer."""
+        if n == self._config.num_layers - 1:
+            self._wanted = True
+            self._add(Op.KEEP)
+            if self._config.is_parallel:
+                self._take_for(f"blk.{n}.attn_norm")  # of the rows that are left, for the feed-forward layer
+
+    def _share(self, activation: int, head_dim: int) -> int:
+        """Values that are worked on together: whole heads, and whole units of the activation."""
+        width, unit = self._activations[activation][:2]
+        whole = math.lcm(unit, head_dim)
+        return whole if width % whole == 0 else width
 
     def _dense(self, n: int, part: FeedForward) -> None:
         """The feed-forward layer that every row passes."""
@@ -295,3 +351,9 @@ class Program:
         bias[:size] = load_vector(self._gguf, f"{name}.bias", size)
         address = self._keep(bias)
         self._add(Op.ADD_BIAS, out=out.ctypes.data, out_bytes=out.strides[0], count=len(bias), bias=address)
+
+
+def _offsets(matrices: tuple[Matrix, ...]) -> list[tuple[Matrix, int]]:
+    """Bytes where each matrix of a product begins in its row of outputs: side by side, in whole groups."""
+    starts = accumulate((4 * ROWS * m.num_groups for m in matrices), initial=0)
+    return list(zip(matrices, starts))

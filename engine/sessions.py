@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.kv_cache import BlockTable, CacheFullError, KVPool
+from engine.kv_cache import BlockTable, CacheFullError, KVPool, StatesFullError
 
 Evicted = Callable[[str, BlockTable], None]
 """Called with a conversation's name and its table before the table's blocks are given back."""
@@ -73,18 +73,26 @@ class Sessions:
         return table
 
     def _with_longest_start(self, own: BlockTable, ids: Sequence[int], limit: int) -> BlockTable:
-        """`own`, which is in no list, cut back to its common start with the ids; or a fork with a longer one."""
-        length, source = common_start(own.ids, ids, limit), own
+        """`own`, which is in no list, cut back to its common start with the ids; or a fork with a longer one.
+
+        Where a running state allows less, `num_known` says how long the common start is, and one will be kept there.
+        """
+        known = common_start(own.ids, ids, limit)
+        length, source = own.reach(known), own
         for table in self._tables.values():
             start = common_start(table.ids, ids, limit)
-            if start > length:
-                length, source = start, table
+            if table.reach(start) > length:
+                length, source = table.reach(start), table
+            known = max(known, start)
         if source is own:
             own.truncate(length)
-            return own
-        fork = source.fork(length)
-        own.release()
-        return fork
+        else:
+            fork = source.fork(length)
+            own.release()
+            own = fork
+        own.num_known = known
+        own.mark([known])
+        return own
 
     def reserve(self, table: BlockTable, num_positions: int) -> None:
         """Make room in a running conversation's table, at the cost of idle conversations where that is needed.
@@ -94,6 +102,9 @@ class Sessions:
         while True:
             try:
                 return table.reserve(num_positions)
+            except StatesFullError:
+                if not (self._thin() or self._evict()):
+                    raise
             except CacheFullError:
                 if not self._evict():
                     raise
@@ -102,7 +113,7 @@ class Sessions:
         """The conversation is idle: spare room is given back, its positions are kept for its next turn."""
         self._running.remove(conversation)
         table = self._tables[conversation]
-        table.truncate(len(table))
+        table.rest()
         if len(self._tables) > self._capacity:
             self._evict()
 
@@ -112,6 +123,11 @@ class Sessions:
         table = self._tables.pop(conversation, None)
         if table is not None:
             table.release()
+
+    def _thin(self) -> bool:
+        """Give up a state that an idle conversation kept of its past; False when there is none."""
+        idle = [table for name, table in self._tables.items() if name not in self._running]
+        return any(table.state is not None and table.state.thin() for table in idle)
 
     def _evict(self) -> bool:
         """Drop the least recently used idle conversation; False when there is none."""

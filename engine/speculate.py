@@ -192,8 +192,11 @@ class Speculation:
             draft = check(draft)[:limit]
         return draft
 
-    def learn(self, drawn: Sequence[int], num_drafted: int, time: StepTime) -> None:
-        """Take in what the model drew in a step for which `draft` gave `num_drafted` tokens."""
+    def learn(self, drawn: Sequence[int], num_drafted: int, time: StepTime, num_known: int = 1) -> None:
+        """Take in what the model drew in a step for which `draft` gave `num_drafted` tokens.
+
+        `num_known` rows were not guessed: more than one where a running state had to go back to before a wrong guess.
+        """
         acceptance, guard = self._history.acceptance, self._history.guard
         accepted = 0
         for token, guess in zip(drawn, self._guesses):
@@ -207,7 +210,7 @@ class Speculation:
         self.num_drafted_steps += num_drafted > 0
         self.num_guessed += num_drafted
         self.num_accepted += min(accepted, num_drafted)
-        spent = time.seconds * (num_drafted + 1) / time.num_rows + self._drafter.seconds
+        spent = time.seconds * (num_drafted + num_known) / time.num_rows + self._drafter.seconds
         saved = len(drawn) * self.costs.plain(time.num_running) / time.num_running - spent
         self.saved_seconds += saved
         if self._guesses:  # else a smaller model reads what was said, which it does once

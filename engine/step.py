@@ -17,11 +17,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.buffers import MAX_WANTED
 from engine.errors import EngineError
 from engine.generate import Generation, Rows
-from engine.kv_cache import BLOCK_SIZE, CacheFullError
+from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError
 from engine.model import Batch
 from engine.sessions import Sessions
 from engine.speculate import StepTime
@@ -158,10 +159,12 @@ def _reserve(sessions: Sessions, generation: Generation, rows: Rows, younger: li
     """
     if rows.num_drafted:
         with suppress(CacheFullError):
-            rows.table.reserve(len(rows.ids))
+            rows.table.reserve(len(rows.ids), rows.num_drafted)
             return rows
-        ids = rows.ids[: BLOCK_SIZE - len(rows.table) % BLOCK_SIZE]  # in the block that one row needs anyway
-        rows = Rows(rows.table, ids, num_wanted=len(ids), num_drafted=len(ids) - 1)
+        room = BLOCK_SIZE - len(rows.table) % BLOCK_SIZE if rows.table.state is None else len(rows.known)
+        ids = rows.ids[:room]  # in the block that one row needs anyway
+        num_drafted = len(ids) - len(rows.known)
+        rows = Rows(rows.table, ids, num_wanted=1 + num_drafted, num_drafted=num_drafted)
     while True:
         try:
             sessions.reserve(rows.table, len(rows.ids))
@@ -188,4 +191,13 @@ def to_batch(scheduled: Sequence[Rows]) -> Batch:
         tables=blocks,
         table_rows=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
         want=np.concatenate(wanted).astype(np.int32),
+        states=None if tables[0].state is None else _states(tables),
     )
+
+
+def _states(tables: Sequence[BlockTable]) -> NDArray[np.int32]:
+    """The segments of each table [C, S, 2], the last one repeated where there are fewer."""
+    segments = [table.segments() for table in tables]
+    width = max(map(len, segments))
+    filled = [[*some, *some[-1:] * (width - len(some))] for some in segments]
+    return np.array([[(segment.slot, segment.end) for segment in some] for some in filled], np.int32)

@@ -41,11 +41,18 @@ class Matrix:
     groups lie and in which format."""
 
     def __init__(
-        self, gguf: GGUFFile, name: str, shape: tuple[int, int], part: tuple[int, int] = (0, 1), experts: int = 0
+        self,
+        gguf: GGUFFile,
+        name: str,
+        shape: tuple[int, int],
+        part: tuple[int, int] = (0, 1),
+        experts: int = 0,
+        run: int = 0,
     ) -> None:
         """Check the tensor against the shape the architecture asks for. Raises ModelFileError.
 
-        part (i, n): the matrix is the i-th of n equal stretches of rows of the tensor, or of each expert's share of it.
+        part (i, n): the matrix is the i-th of n equal stretches of rows of the tensor, or of each expert's share of it;
+        or, of n runs of `run` rows that take turns, it has the i-th.
         """
         info = gguf.tensors.get(name)
         if info is None:
@@ -63,7 +70,7 @@ class Matrix:
         self.fmt: WeightFormat = FORMATS[info.type]
         self.count = experts or 1
         self.num_rows, self.num_columns = shape
-        self.first_row = part[0] * shape[0]
+        self.part, self.run = part, run or shape[0]
         if self.num_columns % self.fmt.span:
             raise ModelFileError(f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values in blocks")
         self.num_blocks = self.num_columns // self.fmt.span
@@ -164,7 +171,8 @@ class Weights:
             strip = np.empty((max(1, (1 << 19) // m.group_bytes), m.group_bytes), np.uint8)
             offset = m.offset
             for expert in whole:
-                raw = expert[m.first_row : m.first_row + m.num_rows]
+                runs = expert.reshape(m.num_rows // m.run, m.part[1], m.run, -1)
+                raw = runs[:, m.part[0]].reshape(m.num_rows, -1)
                 for g in range(0, m.num_groups, len(strip)):
                     groups = strip[: m.num_groups - g]
                     lay_out(m.fmt, raw[g * ROWS : (g + len(groups)) * ROWS], groups)

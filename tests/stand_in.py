@@ -36,7 +36,7 @@ class StandInModel:
 
     def __init__(self, pool: KVPool | None = None, script: Callable[[int], int | None] | None = None) -> None:
         self.config = SimpleNamespace(
-            name="stand-in", architecture="none", num_layers=1, vocab_size=VOCAB, train_context_size=4096
+            state_bytes=0, name="stand-in", architecture="none", num_layers=1, vocab_size=VOCAB, train_context_size=4096
         )
         self.script = script
         self.seconds_per_row = 0.0
@@ -47,7 +47,7 @@ class StandInModel:
         if pool is not None:
             self.bind_pool(pool)
 
-    def new_pool(self, num_blocks: int) -> KVPool:
+    def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
         pool = KVPool(self.kv_block_bytes, num_blocks)
         self.bind_pool(pool)
         return pool

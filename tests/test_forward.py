@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ from engine import model_twin
 from engine.api import KVType
 from engine.buffers import MAX_WANTED
 from engine.errors import UnsupportedModelError
+from engine.generate import Rows
 from engine.gguf_file import open_gguf
 from engine.kernels import twins
 from engine.kernels.plan import QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
-from engine.model import Batch, Model
+from engine.model import Model
 from engine.quant import TensorType
+from engine.step import to_batch
 
 ROOT = Path(__file__).parents[1]
 
@@ -245,6 +247,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 5,
         "sliding_window": 41,
     },
+    # Four layers: the third has attention. Six value heads for two key heads are no whole group of 16.
+    "qwen35": {
+        "architecture": "qwen35",
+        "hidden_size": 96,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_size": 160,
+        "num_layers": 4,
+        "delta": (2, 6, 32),
+        "tensor_types": {"*ssm_alpha*": TensorType.F32, "*attn_gate*": TensorType.Q4_1, "*": TensorType.Q8_0},
+    },
+    # Neighbouring value heads share a key head, and the last layer has attention.
+    "qwen3next": {
+        "architecture": "qwen3next",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "ffn_size": 96,
+        "num_layers": 3,
+        "delta": (2, 4, 64),
+        "experts_used": 3,
+        "tensor_types": {"*attn_q.*": TensorType.Q4_0, "*": TensorType.Q8_0},
+    },
     # Four of 20 experts, a shared one with a factor, and activations in every layout.
     "qwen2moe": {
         "architecture": "qwen2moe",
@@ -331,21 +358,16 @@ class Runner:
         """Append ids to conversations in one step; logits [W, V] of the wanted rows, all by default."""
         for table, ids in parts:
             table.reserve(len(ids))
-        width = max(len(table.blocks) for table, _ in parts)
-        counts = [len(ids) for _, ids in parts]
-        batch = Batch(
-            ids=np.concatenate([ids for _, ids in parts]).astype(np.int32),
-            positions=np.concatenate([np.arange(len(t), len(t) + n) for (t, _), n in zip(parts, counts)]).astype(
-                np.int32
-            ),
-            tables=np.array([t.blocks + [0] * (width - len(t.blocks)) for t, _ in parts], np.int32),
-            table_rows=np.repeat(np.arange(len(parts)), counts).astype(np.int32),
-            want=np.array(range(sum(counts)) if want is None else want, np.int32),
-        )
-        logits = self.model.forward(batch).copy()
+        logits = self.forward(*parts, want=want)
         for table, ids in parts:
             table.append([int(i) for i in ids])
         return logits
+
+    def forward(self, *parts: tuple[BlockTable, Sequence[int]], want: Sequence[int] | None = None) -> np.ndarray:
+        """The step alone, on tables that have room and get no ids."""
+        wanted = np.array(range(sum(len(ids) for _, ids in parts)) if want is None else want, np.int32)
+        batch = replace(to_batch([Rows(table, [int(i) for i in ids], 0) for table, ids in parts]), want=wanted)
+        return self.model.forward(batch).copy()
 
     def feed(self, table: BlockTable, ids: Sequence[int], chunk: int, probes: Sequence[int] = ()) -> np.ndarray:
         """Append ids in chunks; logits of the positions in `probes`, and of the last one."""
@@ -361,7 +383,7 @@ class Runner:
         c, kv_type = self.model.config, self.model.kv_type
         number = {"f16": np.float16, "f32": np.float32, "q8_0": np.int8}[kv_type]
         runs = -(-c.head_dim // 32) if kv_type == "q8_0" else 0
-        memory = self.pool.memory[table.blocks].reshape(len(table.blocks), c.num_layers, 2, -1)
+        memory = self.pool.memory[table.blocks].reshape(len(table.blocks), len(c.attention_layers), 2, -1)
         split = c.num_kv_heads * c.head_dim * BLOCK_SIZE * np.dtype(number).itemsize
 
         def positions(part: np.ndarray, which: int, width: int) -> np.ndarray:
@@ -370,7 +392,7 @@ class Runner:
             heads = part.reshape(*part.shape[:2], c.num_kv_heads, *shape)
             if which == 0:
                 heads = heads.swapaxes(-1, -2)
-            flat = (c.num_layers, -1, c.num_kv_heads, width)
+            flat = (len(c.attention_layers), -1, c.num_kv_heads, width)
             return heads.transpose(1, 0, 3, 2, 4).reshape(flat)[:, : len(table)]
 
         found = []
@@ -397,8 +419,7 @@ def running(
     with open_gguf(path) as gguf:
         model = Model.load(gguf, threads=threads, max_positions=positions, kv_type=kv_type, from_disk=from_disk)
         try:
-            pool = KVPool(model.kv_block_bytes, blocks)
-            model.bind_pool(pool)
+            pool = model.new_pool(blocks, 24, 6)
             yield Runner(model, pool)
         finally:
             model.close()
@@ -612,6 +633,7 @@ def test_a_forked_conversation_goes_on_as_if_it_had_never_been_another(name: str
         expected = [runner.feed(runner.table(), [*start, *ids], 512, range(100, 140)) for ids in (one, other)]
         table = runner.table()
         runner.feed(table, start, 33)
+        table.rest()
         fork = table.fork()
         # In one step, in the block that both began with.
         both = runner.step((table, one[:20]), (fork, other[:20]))

@@ -103,6 +103,10 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": {"architecture": "olmoe", "tied": False, "num_kv_heads": 4},
     "granitemoe-shared": {"architecture": "granitemoe", "shared_ffn_size": 64},
     "qwen2-yarn": with_keys("qwen2", YARN, head_dim=32, hidden_size=128),
+    "qwen35": {"architecture": "qwen35", "head_dim": 32},
+    "qwen35moe": {"architecture": "qwen35moe", "head_dim": 32, "tied": False, "expert_ffn_size": 64},
+    "qwen3next": {"architecture": "qwen3next", "head_dim": 32, "delta": (2, 6, 32), "experts_used": 3},
+    "qwen35-many": {"architecture": "qwen35", "head_dim": 32, "num_layers": 6, "delta": (1, 5, 64), "tied": False},
 }
 
 

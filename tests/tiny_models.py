@@ -24,18 +24,30 @@ Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
+    "qwen35", "qwen35moe", "qwen3next",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
-_PRE = {"llama": "smollm", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
-_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe")  # always have experts
+_PRE = {
+    "llama": "smollm",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "qwen35moe": "qwen2",
+    "qwen3next": "qwen2",
+    "qwen3": "qwen2",
+    "qwen3moe": "qwen2",
+    "qwen35": "qwen2",
+}
+_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe", "qwen35moe", "qwen3next")  # always have experts
+_GATED_SHARED = ("qwen2moe", "qwen35moe", "qwen3next")  # and one that every row passes, times a factor
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 _SANDWICHED = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # have norms after branches
 _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
 _QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2")
-_HEAD_NORMED = ("qwen3", "qwen3moe", "qwen3vl", "gemma3", "exaone4")
+_HEAD_NORMED = ("qwen3", "qwen3moe", "qwen3vl", "gemma3", "exaone4", "qwen35", "qwen35moe", "qwen3next")
+_DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
@@ -48,6 +60,8 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
     "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0},
 }
+_DELTA_INTERVAL = 3
+"""Every third layer has attention, unlike in real files, and the last one of four has not."""
 # Byte offsets of the float16 scale and minimum in a block, for types that `gguf` cannot quantize.
 _SCALE_OFFSETS = {
     TensorType.Q2_K: (80, 82),
@@ -106,6 +120,7 @@ def _matrices_and_vectors(
     experts: int,
     expert_ffn: int,
     shared_ffn: int,
+    delta: tuple[int, int, int],
 ) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape (rows, columns) or (length,), in the order of a converted file."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden)}
@@ -160,7 +175,14 @@ def _matrices_and_vectors(
                 del block[f"{name}.weight"]
                 shape = (hidden, shared_ffn) if name == "ffn_down" else (shared_ffn, hidden)
                 block |= {f"{name}_shexp.weight": shape} if shared_ffn else {}
-            block |= {"ffn_gate_inp_shexp.weight": (hidden,)} if architecture == "qwen2moe" else {}
+            block |= {"ffn_gate_inp_shexp.weight": (hidden,)} if architecture in _GATED_SHARED else {}
+        if architecture in _DELTAS:
+            block["attn_q.weight"] = (2 * q_size, hidden)
+            block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
+        if architecture in _DELTAS and (layer + 1) % _DELTA_INTERVAL:
+            attention = [name for name in block if name.startswith("attn_") and name != "attn_norm.weight"]
+            block = {name: shape for name, shape in block.items() if name not in attention}
+            block |= _delta_shapes(hidden, *delta, interleaved=architecture == "qwen3next")
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (hidden,)
     if architecture in _CENTRED and not architecture.startswith("co"):
@@ -170,6 +192,24 @@ def _matrices_and_vectors(
     if not tied:
         shapes["output.weight"] = (vocab, hidden)
     return shapes
+
+
+def _delta_shapes(
+    hidden: int, key_heads: int, value_heads: int, dim: int, interleaved: bool
+) -> dict[str, tuple[int, ...]]:
+    """Of a layer with a running state, beside norms and the feed-forward layer."""
+    channels = (2 * key_heads + value_heads) * dim
+    factors = {"ssm_ba": 2 * value_heads} if interleaved else {"ssm_beta": value_heads, "ssm_alpha": value_heads}
+    return {
+        "attn_qkv.weight": (channels, hidden),
+        "attn_gate.weight": (value_heads * dim, hidden),
+        "ssm_conv1d.weight": (channels, 4),
+        "ssm_dt.bias": (value_heads,),
+        "ssm_a": (value_heads,),
+        **{f"{name}.weight": (rows, hidden) for name, rows in factors.items()},
+        "ssm_norm.weight": (dim,),
+        "ssm_out.weight": (hidden, value_heads * dim),
+    }
 
 
 def _write(
@@ -209,6 +249,7 @@ def write_tiny_model(
     rope_base: float = 10000.0,
     rope_factors: Sequence[float] | None = None,
     tied: bool = True,
+    delta: tuple[int, int, int] = (2, 4, 32),
     vocab: Literal["bpe", "spm"] | None = None,
     tensor_types: TensorType | Mapping[str, TensorType] = TensorType.Q8_0,
     tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
@@ -225,9 +266,10 @@ def write_tiny_model(
     Vectors are F32. hidden_size, ffn_size and num_heads * head_dim are whole blocks of the types used (256 values for
     K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
     long contexts, and their square roots for short ones. `sliding_window`: 32 for gemma2, gemma3, cohere2. `vocab`: SPM
-    for Gemmas, byte-level BPE for the rest. `tensors` replaces tensors by F32 ones, or leaves them out (None).
+    for Gemmas, byte-level BPE for the rest. `delta`: key heads, value heads and head size of a running state.
+    `tensors` replaces tensors by F32 ones, or leaves them out (None).
     `experts`: 6 where the architecture has some, and for llama as many as are asked for; `expert_ffn_size` is their
-    size, and `shared_ffn_size` that of the shared one: for qwen2moe, and for granitemoe where it is given.
+    size, and `shared_ffn_size` that of the shared one: for Qwen's that have one, and for granitemoe where it is given.
     `metadata` adds or replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
     """
     vocab = vocab or ("spm" if architecture in _GEMMAS else "bpe")
@@ -239,7 +281,7 @@ def write_tiny_model(
 
     experts = (6 if architecture in _MIXTURES else 0) if experts is None else experts
     expert_ffn_size = expert_ffn_size or ffn_size
-    shared_ffn_size = shared_ffn_size or (ffn_size if architecture == "qwen2moe" else 0)
+    shared_ffn_size = shared_ffn_size or (ffn_size if architecture in _GATED_SHARED else 0)
 
     keys: dict[str, Any] = {
         "context_length": context_size,
@@ -264,15 +306,22 @@ def write_tiny_model(
         "mistral3",
     ):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
-    if architecture in ("qwen3", "qwen3moe", "qwen3vl", *_GEMMAS) or head_dim * num_heads != hidden_size:
+    if architecture in ("qwen3", "qwen3moe", "qwen3vl", *_GEMMAS, *_DELTAS) or head_dim * num_heads != hidden_size:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if architecture in _DELTAS:
+        keys |= {"full_attention_interval": _DELTA_INTERVAL, "rope.dimension_count": head_dim // 2}
+        # Of the rotated pairs, every third has the position in time, the others those in an image: one for text.
+        if architecture != "qwen3next":
+            keys |= {"rope.dimension_sections": [len(range(n, head_dim // 4, 3)) for n in range(3)] + [0]}
+        keys |= {"ssm.conv_kernel": 4, "ssm.group_count": delta[0], "ssm.time_step_rank": delta[1]}
+        keys |= {"ssm.state_size": delta[2], "ssm.inner_size": delta[1] * delta[2]}
     if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": experts_used}
-        if architecture in ("qwen2moe", "qwen3moe"):
+        if architecture in ("qwen2moe", "qwen3moe", *_DELTAS):
             keys["expert_feed_forward_length"] = expert_ffn_size
         else:
             keys["feed_forward_length"] = expert_ffn_size
@@ -302,6 +351,7 @@ def write_tiny_model(
         experts=experts,
         expert_ffn=expert_ffn_size,
         shared_ffn=shared_ffn_size,
+        delta=delta,
     )
     stored: dict[str, tuple[TensorType, NDArray[np.uint8]]] = {}
     for name, shape in shapes.items():
@@ -310,7 +360,11 @@ def write_tiny_model(
         if len(shape) == 1:
             middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
             vector = rng.normal(middle, 0.1, shape).astype("<f4")
+            if name.endswith("ssm_a"):
+                vector = -np.geomspace(0.05, 4.0, *shape).astype("<f4")  # from long memories to short ones
             stored[name] = TensorType.F32, vector.view(np.uint8)
+        elif name.endswith("ssm_conv1d.weight"):
+            stored[name] = TensorType.F32, rng.normal(0.0, 0.5, shape).astype("<f4").view(np.uint8)
         else:
             # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.
             std = (2.0 if name in ("token_embd.weight", "output.weight") else 1.0) / shape[-1] ** 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kernels import attention, kv_types, routing, rows
+from engine.kernels import attention, delta, kv_types, routing, rows
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
 from engine.kernels.target import Target
@@ -17,6 +17,7 @@ def kernels(target: Target) -> dict[str, Kernel]:
     }
     return {
         **activations,
+        **delta.KERNELS,
         "inverse_rms": rows.inverse_rms,
         "deviation": rows.deviation,
         "add_normed": rows.add_normed,

@@ -1,4 +1,4 @@
-"""Sizes of the pieces that work is cut into. They change speed, never a result."""
+"""Sizes that kernels and their callers agree on: of the pieces that work is cut into, and what kernels are made for."""
 
 from __future__ import annotations
 
@@ -14,3 +14,7 @@ WIDE_QUERIES = 12
 """From this many queries on, keys and values are widened to f32 once instead of in every tile."""
 SPLIT_ROWS = 32
 """Up to this many rows, attention is split over parts as well."""
+TAPS = 4
+"""Tokens that the convolution of a layer with a running state sees, the current one included."""
+DELTA_COLUMNS = 32
+"""Columns of a head's state that are worked on together: 16 KiB of a state of 128 x 128, which stay in L1."""

@@ -54,6 +54,14 @@ class Op(IntEnum):
     """out += weight * (activation times the expert's matrix), for each row the experts in ascending order."""
     ADD_GATED = 18
     """x += out * sigmoid(the f32 at `factor`, `factor_bytes` from row to row)."""
+    CONVOLVE = 19
+    """Queries, keys and values of a layer with a running state through its convolution, which goes on."""
+    UNIT = 20
+    """Of such a layer, q and k get unit length, and each value head its two factors."""
+    DELTA = 21
+    """The state of each value head takes in the rows in their order; v becomes what it gives."""
+    NORM_GATED = 22
+    """activation = quantized norm of what each value head gives, times the SiLU of a gate."""
 
 
 class Stored(IntEnum):
@@ -97,6 +105,10 @@ OPERATION = _record(
     "kv_offset",  # bytes of this layer's keys from the start of a KV block; the values follow them
     "window",  # ATTEND: positions a row sees, itself included; 0: all
     "share",  # values of a share of work, where a row is shared
+    "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
+    "state_offset",  # CONVOLVE, DELTA: bytes of this layer's state from the start of a slot
+    "rate",  # UNIT: address of the value heads' rates of decay; `bias` is that of their biases
+    "interleaved",  # DELTA: 1: neighbouring value heads share a key head
 )
 
 MATRIX = _record(
@@ -138,6 +150,14 @@ CONTEXT = _record(
     "kv_stored",  # of Stored
     "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
     "kv_scale_bytes",  # of their scales; 0: there are none
+    # layers with a running state
+    "key_heads",
+    "value_heads",
+    "delta_dim",
+    "one",  # address of an f32
+    "delta_scale",  # address of an f32: what q of unit length is multiplied with
+    "state_memory",
+    "state_bytes",  # of a slot
     # the rows of this step
     "num_rows",
     "num_wanted",
@@ -149,6 +169,8 @@ CONTEXT = _record(
     "wanted",
     "tables",  # int32 [tables, table_blocks]
     "table_blocks",
+    "state_table",  # int32 [tables, segments, 2]: a slot, and up to which of the table's rows the state runs on it
+    "num_segments",
     # buffers
     "x",  # f32 [rows, x_bytes / 4]: the residual stream
     "x_bytes",

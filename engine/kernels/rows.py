@@ -57,15 +57,20 @@ def _sum(b: KernelBuilder, x: Value, n: Int, add: Callable[[Value, Value], Value
     return b.tree(b.fadd(b.fadd(s[0], s[1]), b.fadd(s[2], s[3])), b.fadd)
 
 
-def _inverse_root(b: KernelBuilder, squares: Value, n: Int, eps: Value) -> Value:
-    """1 / sqrt(squares / n + eps)."""
-    mean = b.fdiv(squares, b.sitofp(b.int64(n), F32))
+def _inverse_root(b: KernelBuilder, total: Value, n: Int, eps: Value) -> Value:
+    """1 / sqrt(total / n + eps)."""
+    mean = b.fdiv(total, b.sitofp(b.int64(n), F32))
     return b.fdiv(F32(1.0), b.intrinsic("llvm.sqrt.f32", F32, b.fadd(mean, eps)))
 
 
-def _inverse_rms(b: KernelBuilder, x: Value, n: Int, eps: Value) -> Value:
+def squares(b: KernelBuilder, x: Value, n: Int) -> Value:
+    """Sum of squares of n floats."""
+    return _sum(b, x, n, lambda v, total: b.fmadd(v, v, total))
+
+
+def inverse_rms_of(b: KernelBuilder, x: Value, n: Int, eps: Value) -> Value:
     """1 / sqrt(mean of squares + eps)."""
-    return _inverse_root(b, _sum(b, x, n, lambda v, total: b.fmadd(v, v, total)), n, eps)
+    return _inverse_root(b, squares(b, x, n), n, eps)
 
 
 def _deviation(b: KernelBuilder, x: Value, n: Int, eps: Value) -> tuple[Value, Value]:
@@ -82,7 +87,7 @@ def _deviation(b: KernelBuilder, x: Value, n: Int, eps: Value) -> tuple[Value, V
 
 def inverse_rms(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) -> None:
     """out f32 = 1 / sqrt(mean(x^2) + eps); eps is the address of an f32."""
-    b.write(_inverse_rms(b, b.pointer(x), n, b.read(F32, b.pointer(eps))), b.pointer(out))
+    b.write(inverse_rms_of(b, b.pointer(x), n, b.read(F32, b.pointer(eps))), b.pointer(out))
 
 
 def deviation(b: KernelBuilder, x: Value, n: Value, eps: Value, out: Value) -> None:
@@ -258,7 +263,7 @@ def cap_vector(b: KernelBuilder, x: Value, cap: Value, n: Value) -> None:
 def norm_vector(b: KernelBuilder, x: Value, weight: Value, eps: Value, n: Value) -> None:
     """x = x / rms(x) * weight in place for n floats."""
     x, weight = b.pointer(x), b.pointer(weight)
-    factor = b.splat(_inverse_rms(b, x, n, b.read(F32, b.pointer(eps))))
+    factor = b.splat(inverse_rms_of(b, x, n, b.read(F32, b.pointer(eps))))
     with b.loop(b.sdiv(n, I64(16))) as i:
         at = b.times(i, 64)
         b.write(b.fmul(b.fmul(b.read(VF, x, at), factor), b.read(VF, weight, at)), x, at)

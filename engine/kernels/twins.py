@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from engine.api import KVType
 from engine.kernels.attention import PART
+from engine.kernels.delta import LOG1P_TERMS
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
+from engine.kernels.plan import TAPS
 from engine.kernels.routing import LARGEST
 from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
@@ -156,8 +158,8 @@ def dequantize_row(type: TensorType, raw: NDArray[np.uint8]) -> Floats:
 
 
 # ---------------------------------------------------------------- rows
-def _mean(x: Floats, squared: bool) -> Floats:
-    """[...] f32 of x or x^2 [..., n]: vector i of 16 goes to sum i mod 4, ascending."""
+def _sum(x: Floats, squared: bool) -> Floats:
+    """[...] f32, the sum of x or x^2 [..., n]: vector i of 16 goes to sum i mod 4, ascending."""
     n = x.shape[-1]
     vectors = np.zeros((*x.shape[:-1], -(-n // 64) * 64), np.float32)  # what is missing adds nothing
     vectors[..., :n] = x
@@ -167,8 +169,13 @@ def _mean(x: Floats, squared: bool) -> Floats:
         v = vectors[..., i, :, :]
         sums = fma32(v, v, sums) if squared else v + sums
     s = [sums[..., i, :] for i in range(4)]
-    mean: Floats = tree((s[0] + s[1]) + (s[2] + s[3]), np.add) / np.float32(n)
-    return mean
+    total: Floats = tree((s[0] + s[1]) + (s[2] + s[3]), np.add)
+    return total
+
+
+def _mean(x: Floats, squared: bool) -> Floats:
+    """[...] f32 of x or x^2 [..., n]."""
+    return _sum(x, squared) / np.float32(x.shape[-1])
 
 
 def inverse_rms(x: Floats, eps: float) -> Floats:
@@ -378,3 +385,56 @@ def attention(
         merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)
         state.peak[some], state.total[some], state.values[some] = merged.peak, merged.total, merged.values
     return finish(state)
+
+
+# ---------------------------------------------------------------- layers with a running state
+def convolve(x: Floats, taps: Floats, before: Floats) -> tuple[Floats, Floats]:
+    """silu of a causal convolution of x [T, C] with taps [TAPS, C] behind rows [TAPS - 1, C]; and the last of these."""
+    rows = np.concatenate([before, x])
+    total = taps[0] * rows[: len(x)]
+    for j in range(1, TAPS):
+        total = fma32(taps[j], rows[j : j + len(x)], total)
+    return total / (np.float32(1) + exp(-total)), rows[len(x) :]
+
+
+def unit(x: Floats, eps: float, factor: float) -> Floats:
+    """x * (factor / sqrt(sum of squares + eps)) for x [..., n]."""
+    return x * (np.float32(factor) / np.sqrt(_sum(x, squared=True) + np.float32(eps)))[..., None]
+
+
+def softplus(x: Floats) -> Floats:
+    """log(1 + exp(x)): the larger of x and 0, and log(1 + exp(-|x|)) by a series."""
+    u = exp(-np.abs(x))
+    s = u / (u + np.float32(2))
+    square, total = s * s, np.full_like(s, 1 / (2 * LOG1P_TERMS - 1))
+    for k in range(LOG1P_TERMS - 2, -1, -1):
+        total = fma32(total, square, np.float32(1 / (2 * k + 1)))
+    return larger(x, np.zeros_like(x)) + (s + s) * total
+
+
+def delta(q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats, state: Floats) -> tuple[Floats, Floats]:
+    """Output [T, H, V] of the gated delta rule, token by token, and the state after it.
+
+    q, k [T, H, K], v [T, H, V], decay, beta [T, H], state [H, K, V]. Sums over K run in four chains, row i in chain
+    i mod 4.
+    """
+
+    def summed(rows: Floats, weights: Floats) -> Floats:
+        """[H, V] = rows [H, K, V] weighted with [H, K]."""
+        chains = np.zeros((4, rows.shape[0], rows.shape[2]), np.float32)
+        for i in range(rows.shape[1]):
+            chains[i % 4] = fma32(rows[:, i], weights[:, i, None], chains[i % 4])
+        return (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+    out = np.zeros_like(v)
+    for t in range(len(v)):
+        factor = decay[t][:, None]
+        change = beta[t][:, None] * (v[t] - factor * summed(state, k[t]))
+        state = fma32(k[t][:, :, None], change[:, None], state * factor[..., None])
+        out[t] = summed(state, q[t])
+    return out, state
+
+
+def norm_gated(x: Floats, gate: Floats, weight: Floats, eps: float) -> Floats:
+    """x / rms(x) * weight * silu(gate) for x [..., n]."""
+    return normed(x, weight, eps) * (gate / (np.float32(1) + exp(-gate)))

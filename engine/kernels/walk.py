@@ -24,7 +24,16 @@ from numba.extending import intrinsic
 from engine.kernels.attention import BLOCK, PART, STATE
 from engine.kernels.core import kernels
 from engine.kernels.ir import emit_module
-from engine.kernels.plan import DOWN_GROUPS, GATED_ROWS, L2_BYTES, QUERY_TILE, SPLIT_ROWS, WIDE_QUERIES
+from engine.kernels.plan import (
+    DELTA_COLUMNS,
+    DOWN_GROUPS,
+    GATED_ROWS,
+    L2_BYTES,
+    QUERY_TILE,
+    SPLIT_ROWS,
+    TAPS,
+    WIDE_QUERIES,
+)
 from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
 from engine.kernels.target import Target
 
@@ -160,6 +169,8 @@ store_key_q8_0, store_value_q8_0 = _kernel("store_key_q8_0", 4), _kernel("store_
 widen_keys_q8_0, widen_values_q8_0 = _kernel("widen_keys_q8_0", 4), _kernel("widen_values_q8_0", 4)
 scores_narrow, scores_wide = _kernel("scores_narrow", 6), _kernel("scores_wide", 6)
 weigh_narrow, weigh_wide = _kernel("weigh_narrow", 7), _kernel("weigh_wide", 7)
+convolve, unit_vector, delta_gates = _kernel("convolve", 6), _kernel("unit_vector", 4), _kernel("delta_gates", 5)
+delta, norm_gated, gate_vector = _kernel("delta", 8), _kernel("norm_gated", 6), _kernel("gate_vector", 3)
 widen, softmax = _kernel("widen", 3), _kernel("softmax", 6)
 merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
 
@@ -638,6 +649,133 @@ def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
                 for part in range(1, position // PART + 1 - first):
                     merge_state(state, state + part * state_bytes, dim)
             finish_state(state, out + h * dim * 4, dim)
+            if op.gate:
+                gate_vector(out + h * dim * 4, c.qkv + r * c.qkv_bytes + op.gate + h * dim * 4, dim)
+        count = op.share // act.unit
+        activate_plain(act, r, out, 0, 0, u * count, count)
+
+
+# ---------------------------------------------------------------- layers with a running state
+@compiled
+def conversation_end(c: Record, r: int, end: int) -> int:
+    """The row behind those of row r's conversation, at most `end`."""
+    table, last = int32_at(c.table_rows + 4 * r), r + 1
+    while last < end and int32_at(c.table_rows + 4 * last) == table:
+        last += 1
+    return last
+
+
+@compiled
+def slot_of(c: Record, r: int, segment: int) -> int:
+    """Address of the slot that a segment of the rows of row r's conversation runs on."""
+    place = c.state_table + 8 * (int32_at(c.table_rows + 4 * r) * c.num_segments + segment)
+    address: int = c.state_memory + int32_at(place) * c.state_bytes
+    return address
+
+
+@compiled
+def segment_end(c: Record, first: int, last: int, segment: int) -> int:
+    """The row behind a segment of rows first..last, all those of a conversation."""
+    place = c.state_table + 8 * (int32_at(c.table_rows + 4 * first) * c.num_segments + segment)
+    return min(last, first + int32_at(place + 4))
+
+
+@compiled
+def num_channels(c: Record) -> int:
+    channels: int = (2 * c.key_heads + c.value_heads) * c.delta_dim
+    return channels
+
+
+@compiled
+def convolve_rows(c: Record, op: Record, start: int, end: int) -> None:
+    """Strips of 16 channels, each through all rows."""
+    width = 4 * num_channels(c)
+    for i in range(start, end):
+        at, first = i * LINE, 0
+        while first < c.num_rows:
+            last, r, segment = conversation_end(c, first, c.num_rows), first, 0
+            while r < last:
+                state, until = slot_of(c, first, segment) + op.state_offset + at, segment_end(c, first, last, segment)
+                if segment > 0:
+                    before = slot_of(c, first, segment - 1) + op.state_offset + at
+                    for j in range(TAPS - 1):
+                        copy_bytes(state + j * width, before + j * width, LINE)
+                if until > r:
+                    convolve(c.qkv + r * c.qkv_bytes + at, c.qkv_bytes, until - r, op.weight + at, state, width)
+                r, segment = until, segment + 1
+            first = last
+
+
+@compiled
+def factors_of(c: Record, r: int) -> int:
+    """Address of what row r has for each value head: a share, and 16 numbers' room further a decay."""
+    address: int = c.qkv + r * c.qkv_bytes + 4 * (num_channels(c) + c.value_heads * c.delta_dim)
+    return address
+
+
+@compiled
+def decay_offset(c: Record) -> int:
+    return (c.value_heads + 15) // 16 * LINE
+
+
+@compiled
+def unit_rows(c: Record, op: Record, start: int, end: int) -> None:
+    heads = 2 * c.key_heads
+    for i in range(start, end):
+        r, h = i // (heads + 1), i % (heads + 1)
+        if h < heads:
+            factor = c.delta_scale if h < c.key_heads else c.one
+            unit_vector(c.qkv + r * c.qkv_bytes + h * c.delta_dim * 4, c.eps, factor, c.delta_dim)
+        else:
+            shares, decays = factors_of(c, r), factors_of(c, r) + decay_offset(c)
+            delta_gates(shares, decays, op.bias, op.rate, decay_offset(c) // 4)
+
+
+@compiled
+def delta_run(c: Record, op: Record, head: int, column: int, state: int, first: int, last: int) -> None:
+    """Rows first..last of a conversation on some columns of a head's state."""
+    dim = c.delta_dim
+    key = head // (c.value_heads // c.key_heads) if op.interleaved else head % c.key_heads
+    for r in range(first, last):
+        x, share = c.qkv + r * c.qkv_bytes, factors_of(c, r) + 4 * head
+        q, k = x + key * dim * 4, x + (c.key_heads + key) * dim * 4
+        v = x + ((2 * c.key_heads + head) * dim + column) * 4
+        delta(state, 4 * dim, q, k, v, share + decay_offset(c), share, dim)
+
+
+@compiled
+def delta_rows(c: Record, op: Record, start: int, end: int) -> None:
+    """Strips of DELTA_COLUMNS columns of the state of a value head, each through all rows."""
+    width = 4 * c.delta_dim
+    strips = c.delta_dim // DELTA_COLUMNS
+    for i in range(start, end):
+        head, column, first = i // strips, i % strips * DELTA_COLUMNS, 0
+        at = op.state_offset + head * c.delta_dim * width + column * 4
+        while first < c.num_rows:
+            last, r, segment = conversation_end(c, first, c.num_rows), first, 0
+            while r < last:
+                state, until = slot_of(c, first, segment) + at, segment_end(c, first, last, segment)
+                if segment > 0:
+                    before = slot_of(c, first, segment - 1) + at
+                    for j in range(c.delta_dim):
+                        copy_bytes(state + j * width, before + j * width, DELTA_COLUMNS * 4)
+                delta_run(c, op, head, column, state, r, until)
+                r, segment = until, segment + 1
+            first = last
+
+
+@compiled
+def norm_gated_rows(c: Record, op: Record, start: int, end: int) -> None:
+    """Shares of rows: what their heads give, normed and gated, quantized for the output matrix."""
+    act = activation_at(c.activations, op.activation)
+    dim = c.delta_dim
+    per_row = act.num_values // op.share
+    for i in range(start, end):
+        r, u = i // per_row, i % per_row
+        x, out = c.qkv + r * c.qkv_bytes, c.attention + r * c.attention_bytes
+        for h in range(u * op.share // dim, (u + 1) * op.share // dim):
+            v = x + (2 * c.key_heads + h) * dim * 4
+            norm_gated(v, x + op.gate + h * dim * 4, op.weight, c.eps, out + h * dim * 4, dim)
         count = op.share // act.unit
         activate_plain(act, r, out, 0, 0, u * count, count)
 
@@ -680,6 +818,14 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return most_busy(c, rows) * (result.num_values // result.unit)
     if code == Op.EXPERTS_DOWN:
         return num_groups(c, op)
+    if code == Op.CONVOLVE:
+        return num_channels(c) // 16
+    if code == Op.UNIT:
+        return rows * (2 * c.key_heads + 1)
+    if code == Op.DELTA:
+        return c.value_heads * (c.delta_dim // DELTA_COLUMNS)
+    if code == Op.NORM_GATED:
+        return rows * (activation_at(c.activations, op.activation).num_values // op.share)
     return 1
 
 
@@ -739,6 +885,14 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         experts_down(c, op, tid, start, end)
     elif code == Op.ADD_GATED:
         add_shared(c, op, start, end)
+    elif code == Op.CONVOLVE:
+        convolve_rows(c, op, start, end)
+    elif code == Op.UNIT:
+        unit_rows(c, op, start, end)
+    elif code == Op.DELTA:
+        delta_rows(c, op, start, end)
+    elif code == Op.NORM_GATED:
+        norm_gated_rows(c, op, start, end)
 
 
 # The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and

@@ -112,7 +112,8 @@ class TorchModel:
     def kv_block_bytes(self) -> int:
         return self.kv_layout.block_bytes
 
-    def new_pool(self, num_blocks: int) -> KVPool:
+    def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
+        assert not num_states, "models with running states are refused"
         size, device = self.kv_block_bytes, self._device
         pool = DevicePool(size, num_blocks, device.torch) if device.own_memory else KVPool(size, num_blocks)
         self._store = KVStore(self.config, self.kv_type, pool)

@@ -15,7 +15,7 @@ from engine.buffers import MAX_WANTED
 from engine.errors import UsageError
 from engine.generate import Rows
 from engine.gguf_file import open_gguf
-from engine.kv_cache import BlockTable, KVPool
+from engine.kv_cache import BlockTable
 from engine.memory import available_memory, plan_memory
 from engine.model import Model
 from engine.sessions import common_start
@@ -42,14 +42,14 @@ class Stepper:
                 train_context_size=self.config.train_context_size,
                 kv_sessions=1,
                 available=available_memory(),
+                state_bytes=self.config.state_bytes,
             )
             if plan.context_size < num_positions:
                 raise UsageError(f"{num_positions:,} tokens are asked for: {'; '.join(plan.notices)}")
             self.model = Model.load(
                 gguf, threads=threads, max_rows=MAX_ROWS, max_positions=num_positions, progress=progress
             )
-        pool = KVPool(self.model.kv_block_bytes, plan.num_blocks)
-        self.model.bind_pool(pool)
+        pool = self.model.new_pool(plan.num_blocks, plan.num_states, plan.num_checkpoints)
         self._table = BlockTable(pool)
         self._pace = PrefillPace()
 
@@ -92,6 +92,7 @@ class Stepper:
         self._table.truncate(common_start(self._table.ids, ids, len(ids)))
         if len(self._table) < len(ids):
             self._prefill(ids)
+        self._table.rest()  # to be gone back to, where a model has a running state
 
     def _prefill(self, ids: Sequence[int]) -> float:
         first = started = perf_counter()

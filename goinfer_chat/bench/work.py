@@ -65,16 +65,19 @@ class Work:
         """Of queries with keys and of softmax weights with values, for a whole prompt with logits of its last token."""
         c = self.config
         seen = 0
-        for layer in range(c.num_layers):
+        for layer in c.attention_layers:
             last = layer == c.num_layers - 1
             seen += self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
         return Products(floating=2 * c.num_heads * c.head_dim * seen)
 
     def kv_bytes(self, depth: int) -> int:
-        """Bytes of keys and values, in f16, that a row with `depth` positions before it reads."""
+        """Bytes of keys and values, in f16, that a row with `depth` positions before it reads, and of a running state.
+
+        A step reads and writes the state, with however many rows.
+        """
         c = self.config
-        seen = sum(self._seen(layer, depth) for layer in range(c.num_layers))
-        return 2 * 2 * c.num_kv_heads * c.head_dim * seen
+        seen = sum(self._seen(layer, depth) for layer in c.attention_layers)
+        return 2 * 2 * c.num_kv_heads * c.head_dim * seen + 2 * c.state_bytes
 
     def _seen(self, layer: int, num_positions: int) -> int:
         """How many of these positions a layer looks at from the last one."""

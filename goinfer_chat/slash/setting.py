@@ -136,7 +136,10 @@ def _cache(info: ModelInfo, used: int) -> str:
     """What the K/V of a position take, those of this conversation, and those of a full context."""
     each = info.kv_bytes_per_token
     kv_type = f"{info.kv_type}, " if info.kv_type else ""
-    return f"{kv_type}{each:,} bytes a token, {used * each:,} in all, {info.context_size * each:,} when full"
+    line = f"{kv_type}{each:,} bytes a token, {used * each:,} in all, {info.context_size * each:,} when full"
+    if info.state_bytes:
+        line += f"; states of {info.state_bytes:,} bytes, {info.state_slots} at most"
+    return line
 
 
 def _save(agent: Agent, argument: str) -> Outcome:

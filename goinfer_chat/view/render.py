@@ -264,7 +264,8 @@ def _why_it_is_not_complete(reply: Reply) -> str:
 
 def prompt_figures(stats: TurnStats) -> str:
     """Such as "prompt 65 (47 reused, 18 prefilled)"; a server may tell only some of it."""
-    counts = ((stats.prefill_reused_tokens, "reused"), (stats.prefill_tokens, "prefilled"))
+    counts = [(stats.prefill_reused_tokens, "reused"), (stats.prefill_tokens, "prefilled")]
+    counts += [(stats.recomputed_tokens, "again")] if stats.recomputed_tokens else []
     known = ", ".join(f"{count:,} {what}" for count, what in counts if count is not None)
     return f"prompt {stats.prompt_tokens or 0:,} ({known or 'what is reused is not told'})"
 
@@ -331,7 +332,10 @@ def _cache(info: ModelInfo) -> str:
 
     kv_type = f" ({info.kv_type})" if info.kv_type else ""
     in_all = size(info.kv_bytes_per_token * info.context_size)
-    return f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"
+    line = f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"
+    if info.state_bytes:
+        line += f" | state {size(info.state_bytes)}, {info.state_slots} kept at most"
+    return line
 
 
 def reply_object(reply: Reply, *, ids: bool) -> dict[str, Any]:
