@@ -328,16 +328,35 @@ class ChatTemplate:
         `<think>` block of a model that is to answer at once, or the opening of one. The ids came after it."""
         if "think" not in self._source or not prompt.arguments.get("add_generation_prompt"):
             return marked
-        without = self._render(replace(prompt, arguments={**prompt.arguments, "add_generation_prompt": False}))
-        if not plain.startswith(without):
+        leads = [lead for lead in (self._lead(prompt, plain),) if lead is not None]
+        numbers = {marks.anchor_of(number): number for number, level in levels.items() if level == WHOLE}
+        if not leads:
             return marked
-        lead = plain[len(without) :]
-        anchors = {marks.anchor_of(number) for number, level in levels.items() if level == WHOLE}
-        pieces = marks.split_at(marked, anchors)
+        pieces = marks.split_at(marked, numbers)
         for i in range(0, len(pieces) - 1, 2):
+            lead = self._lead_of(prompt.messages[numbers[pieces[i + 1]]], prompt, leads)
             shared = next((n for n in range(len(lead), 0, -1) if pieces[i].endswith(lead[:n])), 0)
             pieces[i] += lead[shared:] if shared else ""
         return "".join(pieces)
+
+    def _lead(self, prompt: Prompt, plain: str) -> str | None:
+        """What stands before a reply to this prompt, whose text is `plain`; None where the template has no such end."""
+        without = self._render(replace(prompt, arguments={**prompt.arguments, "add_generation_prompt": False}))
+        return plain[len(without) :] if plain.startswith(without) else None
+
+    def _lead_of(self, message: Message, prompt: Prompt, leads: list[str]) -> str:
+        """The one of the present prompt, or the one of a prompt that told the model otherwise whether to think, where
+        the ids cannot have come after this one. `leads`: those that are known, the present one first."""
+        said = self._tokenizer.spelled(message.ids or ())
+        opened = "<think>" not in said and (message.thinking is not None or "</think>" in said)
+        for thinks in (None, True, False):
+            if found := next((lead for lead in leads if lead.rstrip().endswith("<think>") == opened), None):
+                return found
+            arguments = {name: value for name, value in prompt.arguments.items() if name != "enable_thinking"}
+            other = replace(prompt, arguments=arguments | ({} if thinks is None else {"enable_thinking": thinks}))
+            lead = self._lead(other, self._render(other))
+            leads += [] if lead is None else [lead]
+        return next((lead for lead in leads if lead.rstrip().endswith("<think>") == opened), leads[0])
 
     # -- ids -----------------------------------------------------------------------------------------------------------
 
