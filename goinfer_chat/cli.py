@@ -218,6 +218,10 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     ) -> int:
         """See what to expect of this machine, in two minutes; or a model's quality, as its perplexity on a text."""
         settings = resolve(given_flags(context, flags), os.environ)
+        if perplexity is None and settings.backend == "torch":
+            from goinfer_chat.torch_check import check_torch
+
+            return check_torch(settings, make_engine)
         if perplexity is None:
             from goinfer_chat.bench.check import check_machine
 

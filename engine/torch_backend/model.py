@@ -97,6 +97,7 @@ class TorchModel:
             )
             for local in {self.config.is_local(n) for n in range(self.config.num_layers)}
         }
+        self._query_scales = torch.from_numpy(self.config.query_scales(self.max_positions)).to(device.torch)
         self._store: KVStore | None = None
 
     @property
@@ -121,7 +122,7 @@ class TorchModel:
 
     def close(self) -> None:
         self._store = None
-        del self._weights, self._rope
+        del self._weights, self._rope, self._query_scales
         if self._device.torch.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -209,7 +210,7 @@ class TorchModel:
         return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
 
     def _heads(self, n: int, taken: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, H, D] f32 with the attention scale in it, k and v [rows, G, D] f32."""
+        """q [rows, H, D] f32 with the scale of scores in it, k and v [rows, G, D] f32."""
         c, layer = self.config, self._weights.layers[n]
         sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
         q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
@@ -217,7 +218,7 @@ class TorchModel:
         if c.is_rotated(n):
             cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
             q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
-        return q * c.attention_scale, k, v.unflatten(-1, (-1, c.head_dim))
+        return q * self._query_scales[positions][:, None, None], k, v.unflatten(-1, (-1, c.head_dim))
 
     def _normed_heads(self, y: Tensor, norm: Norm | None) -> Tensor:
         """y [rows, heads * D] as [rows, heads, D], each head or all together through a norm, if there is one."""

@@ -21,10 +21,10 @@ from engine.weights import load_vector
 
 _KNOWN_FACTS: Final = frozenset(
     (
-        "name", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
+        "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
         "whole_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base", "local_rope_scaling",
         "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps", "file_scales",
-        "logits_multiplied", "experts", "normed_experts", "shared_expert",
+        "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -33,7 +33,7 @@ _KNOWN_SIZES: Final = frozenset(
         "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "experts",
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors",
-        "rope_context", "yarn", "rope_magnitude", "window", "local", "is_parallel",
+        "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel",
     )
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
