@@ -10,6 +10,7 @@ models do, and a mark may change what it finds; then that message goes without.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import threading
@@ -276,6 +277,21 @@ class ChatTemplate:
                     break
         return self._with_glue(prompt, plain, best, marks, levels), levels
 
+    @functools.cached_property
+    def _turn_ids(self) -> frozenset[int]:
+        """Control tokens that begin and end turns.
+
+        No reply that ended by itself holds one. Ids that do may have come with an imported conversation: they would say
+        what nobody sees, in another role.
+        """
+        found: set[int] = set()
+        for roles in (("system", "user"), ("user",)):
+            with contextlib.suppress(TemplateError):
+                found.update(
+                    self.encode([Message(role=role, content="x") for role in roles], add_generation_prompt=False)
+                )
+        return self._tokenizer.end_ids | (found & self._tokenizer.control_ids)
+
     def _stands_for(self, message: Message) -> bool:
         """Whether the ids of a reply say what the message says: it may have been edited."""
         if not message.ids:
@@ -283,6 +299,8 @@ class ChatTemplate:
         try:
             text = self._tokenizer.spelled(message.ids)
         except UsageError:  # ids of another model
+            return False
+        if not self._turn_ids.isdisjoint(message.ids):
             return False
         if message.content.strip() not in text:
             return False

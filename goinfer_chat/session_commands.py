@@ -137,7 +137,9 @@ def sessions_app() -> typer.Typer:
         name: Annotated[
             str | None, typer.Option("--name", metavar="NAME", parser=true_text, help="Its name here.")
         ] = None,
-        kv: Annotated[bool, typer.Option("--kv", help="Also the cache, which stands beside FILE as .giw-kv.")] = False,
+        kv: Annotated[
+            bool, typer.Option("--kv", help="Also the ids of replies and the cache beside FILE; for files of your own.")
+        ] = False,
         _folder: SessionDir = None,
     ) -> int:
         """Take in a conversation that was exported as JSON."""
@@ -339,7 +341,7 @@ def _export(context: typer.Context, key: str, form: str, output: str | None, *, 
 def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) -> int:
     from dataclasses import replace
 
-    from goinfer_chat.store.exports import MAX_IMPORT_BYTES, from_json
+    from goinfer_chat.store.exports import MAX_IMPORT_BYTES, from_json, without_ids
 
     if kv and file == "-":
         raise UsageError("--kv needs a file, beside which the cache stands")
@@ -352,7 +354,7 @@ def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) ->
                 data = opened.read(MAX_IMPORT_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{_shown(file)} cannot be read: {error.strerror or error}") from None
-    new = from_json(data)
+    new = from_json(data) if kv else without_ids(from_json(data))
     if name is not None:
         new = replace(new, name=name)
     if kv and not _beside(path).is_file():

@@ -76,8 +76,8 @@ def _ripgrep(program: str, pattern: str, where: str, files: str | None) -> list[
     options += [f"--max-columns={MAX_LINE}", "--max-columns-preview", f"--max-count={MAX_MATCHES + 1}"]
     options += ["--with-filename"] if where == "." else ["--no-filename"]
     options += [part for name in sorted(SKIPPED) for part in ("--glob", f"!**/{name}/**")]
-    options += ["--glob", files] if files else []
-    return [program, *options, "--regexp", pattern, "--", where]
+    options += [f"--glob={files}"] if files else []
+    return [program, *options, f"--regexp={pattern}", "--", where]
 
 
 def _ours(pattern: str, where: str, files: str | None) -> list[str]:

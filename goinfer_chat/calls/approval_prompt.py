@@ -12,7 +12,7 @@ from goinfer_chat.calls.approval_rules import Rule
 from goinfer_chat.calls.events import Answer, ApprovalAsked, RepeatAsked
 from goinfer_chat.editor import edited
 from goinfer_chat.terminal import QuietTerminal, Stream, true_text
-from goinfer_chat.view.tool_lines import call_line, diff_lines
+from goinfer_chat.view.tool_lines import call_line, diff_lines, is_cut
 from tools.errors import ToolError
 from tools.validation import check_arguments, parse_arguments
 
@@ -41,8 +41,9 @@ class PersonAsker:
         self._screen.line(call_line(event.tool.name, event.arguments))
         if event.preview is None:
             for key, value in event.arguments.items():
-                if isinstance(value, str) and len(value) > 60:  # the line above shows only its start
-                    self._screen.line(f"{key}:\n{value}")
+                if is_cut(value):  # whoever says yes has seen all of it
+                    whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
+                    self._screen.line(f"{key}:\n{whole}")
         else:
             for line in diff_lines(event.preview):
                 self._screen.line(line)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar, get_args
 
@@ -149,6 +149,12 @@ def from_json(data: bytes) -> NewConversation:
         messages=tuple(messages),
         head=head,
     )
+
+
+def without_ids(new: NewConversation) -> NewConversation:
+    """The words alone: the ids of a reply are what a model reads, and a stranger's may say what no word shows."""
+    messages = [replace(stored, message=replace(stored.message, ids=None)) for stored in new.messages]
+    return replace(new, messages=tuple(messages))
 
 
 def _messages(entries: list[Any]) -> list[StoredMessage]:

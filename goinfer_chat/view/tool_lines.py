@@ -23,6 +23,11 @@ def _value(value: Any) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 20]}... ({len(text):,} characters)"
 
 
+def is_cut(value: Any) -> bool:
+    """Whether `call_line` shows only the start of the value."""
+    return len(json.dumps(value, ensure_ascii=False)) > MAX_VALUE
+
+
 def started_line(event: ToolStarted) -> str:
     return f"* {call_line(event.call.name, event.arguments)}"
 
