@@ -57,9 +57,9 @@ class Sessions:
         return own
 
     def known_start(self, ids: Sequence[int], limit: int, without: str | None = None) -> int:
-        """How many of the first `limit` ids any conversation, but that one, begins with."""
+        """How many of the first `limit` ids `begin` would find in memory, did it not have that one conversation."""
         tables = (table for name, table in self._tables.items() if name != without)
-        return max((common_start(table.ids, ids, limit) for table in tables), default=0)
+        return max((table.reach(common_start(table.ids, ids, limit)) for table in tables), default=0)
 
     def preload(self, conversation: str, ids: Sequence[int]) -> BlockTable:
         """A table for a conversation that nobody has asked for yet, so the first to be evicted.

@@ -90,7 +90,8 @@ def look_at_model(settings: Settings, kv_folder: Path | None = None) -> Unloaded
         path,
         context_size=settings.context_size,
         chat_template=_template(settings.chat_template),
-        kv_folder=kv_folder if settings.kv_sessions else None,
+        # Which numerics torch has here, only torch can say.
+        kv_folder=kv_folder if settings.kv_sessions and settings.backend == "cpu" else None,
         kv_type=settings.kv_type,
     )
 

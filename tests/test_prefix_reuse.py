@@ -28,7 +28,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             metadata = {} if template is None else {"tokenizer.chat_template": template}
             path = tmp_path / f"{architecture}.gguf"
             if not path.exists():
-                write_tiny_model(path, architecture, metadata=metadata)
+                sizes = {"num_layers": 4} if architecture == "qwen35" else {}  # some layers of each kind
+                write_tiny_model(path, architecture, metadata=metadata, **sizes)
             return stack.enter_context(load(path, threads=1, context_size=1024, **settings))
 
         yield begin
@@ -47,8 +48,13 @@ def answer(engine: LocalEngine, messages: Sequence[Message], conversation: str =
         speculation="off",
         **settings,
     )
+    foreseen = engine.foresee(request)
     *_, last = engine.generate(request)
     assert isinstance(last, Finished)
+    assert (foreseen.prompt_tokens, foreseen.prefill_tokens) == (
+        len(last.reply.prompt_ids),
+        last.reply.stats.prefill_tokens,
+    )
     return last.reply
 
 
@@ -112,6 +118,20 @@ def test_tools_in_another_order_are_reused_up_to_the_first_and_answered_as_if_co
     assert other.stats.prefill_reused_tokens == same
     assert "read_file" not in engine.tokenizer.decode(other.prompt_ids[:same])
     assert cold(engine, [user("x")], tools=swapped).ids == other.ids
+
+
+def test_what_a_model_with_running_states_reads_again_is_known_before(start: Start, tmp_path: Path) -> None:
+    """Its cache is cut back to where a state was kept, which `answer` compares with what was foreseen."""
+    engine = start("qwen35", kv_folder=tmp_path / "kept")
+    messages = [user("one " * 30)]
+    for question in ("two " * 30, "three " * 30):
+        reply = answer(engine, messages)
+        messages += [Message(role="assistant", content=reply.text, ids=reply.ids), user(question)]
+    answer(engine, messages)
+    answer(engine, [*messages[:-1], user("another " * 20)])
+    answer(engine, [*messages[:-1], user("another " * 10 + "way")])
+    assert answer(engine, messages[:1]).stats.prefill_reused_tokens > 0
+    assert answer(engine, messages, "beside").stats.prefill_reused_tokens > 0
 
 
 def test_a_conversation_of_many_tool_calls_leaves_the_others_in_memory(start: Start) -> None:

@@ -38,10 +38,10 @@ def start(model_path: Callable[[str], Path], tmp_path: Path) -> Iterator[Callabl
     """`start(flag, ...)`: the program at its prompt, greedy, with the default model and a store of its own."""
     terminals: list[Terminal] = []
 
-    def begin(*flags: str) -> Terminal:
+    def begin(*flags: str, columns: int = 80) -> Terminal:
         own = ("--session-dir", str(tmp_path / "own"))
         flags = ("--model", str(model_path(MODEL)), "--temperature", "0", *own, *flags)
-        terminals.append(Terminal([sys.executable, "-m", "goinfer_chat", *flags]))
+        terminals.append(Terminal([sys.executable, "-m", "goinfer_chat", *flags], columns=columns))
         terminals[-1].wait_for_prompt(120)  # kernels may have to be compiled
         return terminals[-1]
 
@@ -111,7 +111,7 @@ def test_a_stopped_prefill_leaves_nothing_but_a_warm_cache(
 
 
 def test_a_long_prefill_is_seen_and_a_later_turn_costs_only_what_is_new(start: Callable[..., Terminal]) -> None:
-    terminal = start("--system", LONG_TEXT, "--max-tokens", "8", "--threads", "1")
+    terminal = start("--system", LONG_TEXT, "--max-tokens", "8", "--threads", "1", columns=120)  # for all figures
     terminal.send("What does item 7 cost?" + ENTER)
     terminal.wait("reading the prompt: ")
     terminal.wait("TTFT", 60)
