@@ -44,10 +44,12 @@ def _tensors(layers: int, experts: int, vocab: int) -> list[tuple[str, tuple[int
     return [*found, ("output_norm.weight", (HIDDEN,), f32), ("output.weight", (vocab, HIDDEN), TensorType.Q6_K)]
 
 
-def write_large_mixture(path: Path, layers: int = 48, experts: int = 128) -> Path:
+def write_large_mixture(path: Path, layers: int = 48, experts: int = 128, vocab: int = 32_000) -> Path:
     """Write the model. Each kind of tensor is drawn once and turned by some rows for each layer."""
     metadata = bpe_metadata("qwen2")
-    vocab = len(metadata["tokenizer.ggml.tokens"])
+    words = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = words + [f"unused {n}" for n in range(len(words), vocab)]
+    metadata["tokenizer.ggml.token_type"] += [5] * (vocab - len(words))
     arch = "qwen3moe"
     keys: dict[str, Any] = {
         "context_length": 32768,

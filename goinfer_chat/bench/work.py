@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.arch import ModelConfig
@@ -9,7 +10,10 @@ from engine.gguf_file import GGUFFile
 from engine.quant import TensorType
 
 _FLOATS = {TensorType.F32, TensorType.F16, TensorType.BF16}
-_ONLY_WANTED = ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_ONLY_WANTED = (
+    "attn_output",
+    *(f"ffn_{name}{of}" for name in ("gate", "up", "down") for of in ("", "_exps", "_shexp")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class Work:
     """The least a step has to do, whatever computes it."""
 
     weight_bytes: int
-    """Bytes of all matrices a step reads: the file's, without an embedding table that is only looked up."""
+    """Bytes of all matrices that a step of one row reads: the file's, without an embedding that is only looked up,
+    and of experts those that a row passes."""
     of_row: Products
     """In matrices, for every row of a step."""
     of_wanted: Products
@@ -46,10 +51,14 @@ class Work:
         last = [f"blk.{config.num_layers - 1}.{name}.weight" for name in _ONLY_WANTED]
         weight_bytes, of_row, of_wanted = 0, Products(), Products()
         for name, tensor in gguf.tensors.items():
-            if len(tensor.shape) != 2 or (name == "token_embd.weight" and not tied):
+            if len(tensor.shape) < 2 or (name == "token_embd.weight" and not tied):
                 continue
-            weight_bytes += tensor.nbytes
-            count = tensor.shape[0] * tensor.shape[1]
+            count, num_bytes = math.prod(tensor.shape), tensor.nbytes
+            if len(tensor.shape) == 3 and config.experts:
+                # Of the experts a row passes these few.
+                count = count // config.experts.count * config.experts.chosen
+                num_bytes = num_bytes // config.experts.count * config.experts.chosen
+            weight_bytes += num_bytes
             products = Products(floating=count) if tensor.type in _FLOATS else Products(integer=count)
             if name in last or not name.startswith("blk."):
                 of_wanted = of_wanted.plus(products)
