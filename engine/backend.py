@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.api import KVType
 from engine.arch import ModelConfig
-from engine.errors import UsageError
+from engine.errors import OutOfMemoryError, UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_cache import KVPool
 from engine.kv_layout import KVLayout
@@ -136,15 +136,25 @@ class CpuBackend:
         progress: Callable[[str, float], None] | None,
         from_disk: bool = False,
     ) -> StepModel:
-        return Model.load(
-            gguf,
-            threads=threads,
-            max_rows=max_rows,
-            max_positions=max_positions,
-            kv_type=kv_type,
-            progress=progress,
-            from_disk=from_disk,
-        )
+        def loaded(from_disk: bool) -> Model:
+            return Model.load(
+                gguf,
+                threads=threads,
+                max_rows=max_rows,
+                max_positions=max_positions,
+                kv_type=kv_type,
+                progress=progress,
+                from_disk=from_disk,
+            )
+
+        free = available_memory()
+        if from_disk or free is None or Model.estimate(gguf, kv_type)[0] <= free // 2:
+            return loaded(from_disk)
+        # Large beside what is free: pages that the system may take back are better than memory of our own.
+        try:
+            return loaded(True)
+        except OutOfMemoryError:  # the disk has no room for the file, and memory has
+            return loaded(False)
 
 
 def open_backend(name: str, device: str, gguf: GGUFFile, kv_type: KVType, *, from_disk: bool = False) -> Backend:

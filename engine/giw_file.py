@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,18 @@ def _checksum(data: NDArray[np.uint8], threads: int) -> int:
         return zlib.crc32(struct.pack(f"<{len(parts)}I", *pool.map(zlib.crc32, parts)))
 
 
+def _checksum_of_file(file: FileIO, num_bytes: int) -> int:
+    """The same of weights in a file, read: mapped they would count as this process's memory."""
+    file.seek(PAGE)
+    parts = []
+    for start in range(0, num_bytes, _STRETCH):
+        part, end = 0, min(start + _STRETCH, num_bytes)
+        while start < end and (piece := file.read(min(1 << 20, end - start))):
+            part, start = zlib.crc32(piece, part), start + len(piece)
+        parts.append(part)
+    return zlib.crc32(struct.pack(f"<{len(parts)}I", *parts))
+
+
 def open_kept(key: bytes, num_bytes: int, threads: int, whole: bool = True) -> NDArray[np.uint8] | None:
     """The weights [num_bytes] u8, mapped read-only, or None if there is no file that is whole and belongs to them.
 
@@ -153,7 +166,6 @@ def write(
     key: bytes,
     name: str,
     num_bytes: int,
-    threads: int,
     lay_out: Callable[[Callable[[int, NDArray[np.uint8]], None]], None],
 ) -> None:
     """Write a file whose weights are never in memory together: `lay_out(put)` calls put(offset, bytes) for each piece.
@@ -167,7 +179,7 @@ def write(
         raise OSError(errno.ENOSPC, "too large for the cap or for half of what is free on the disk")
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
-        with os.fdopen(handle, "r+b", buffering=0) as file:
+        with FileIO(handle, "r+b") as file:
             file.truncate(PAGE + num_bytes)
 
             def put(offset: int, piece: NDArray[np.uint8]) -> None:
@@ -178,10 +190,7 @@ def write(
                         left = left[file.write(left) :]
 
             lay_out(put)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                weights = np.frombuffer(mapped, np.uint8)[PAGE:]
-                checksum = _checksum(weights, threads)
-                del weights  # the mapping cannot be closed before
+            checksum = _checksum_of_file(file, num_bytes)
             file.seek(0)
             file.write(_first_page(key, num_bytes, checksum, name))
         os.replace(temporary, path)

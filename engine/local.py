@@ -143,7 +143,8 @@ class LocalEngine:
                 kv_sessions=kv_sessions,
                 available=place.available_memory(),
                 from_disk=from_disk,
-                token_bytes=place.token_bytes(gguf),
+                # A draft model is in memory whole.
+                token_bytes=place.token_bytes(gguf) + sum(weight_bytes for weight_bytes, _ in needs[1:]),
                 state_bytes=config.state_bytes,
             )
             model = place.load(

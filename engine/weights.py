@@ -145,7 +145,7 @@ class Weights:
         """A mapping of the file, which is written first."""
         try:
             giw_file.write(
-                key, gguf.path.stem, total, threads, lambda put: self._lay_out(gguf, matrices, threads, progress, put)
+                key, gguf.path.stem, total, lambda put: self._lay_out(gguf, matrices, threads, progress, put)
             )
         except OSError as error:
             raise OutOfMemoryError(

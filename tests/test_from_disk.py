@@ -18,7 +18,8 @@ from test_memory import GIB, plan
 from tiny_models import write_tiny_model
 
 import engine
-from engine import giw_file, local
+from engine import backend, giw_file
+from engine.api import SamplingParams
 from engine.errors import OutOfMemoryError
 from engine.gguf_file import open_gguf
 from engine.model import Model
@@ -156,9 +157,9 @@ def test_a_disk_without_room_is_an_error_that_says_so(
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 put(offset, piece)
 
-            args[4](put_no_more)
+            args[3](put_no_more)
 
-        real(*args[:4], lay_out)
+        real(*args[:3], lay_out)
 
     monkeypatch.setattr(giw_file, "write", full)
     with pytest.raises(OutOfMemoryError, match="No space left on device"):
@@ -169,12 +170,26 @@ def test_a_disk_without_room_is_an_error_that_says_so(
 def test_an_engine_with_less_memory_than_weights_refuses_or_runs_as_is_chosen(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "available_memory", lambda: 30 * 2**20)
+    monkeypatch.setattr(backend, "available_memory", lambda: 30 * 2**20)
     with pytest.raises(OutOfMemoryError, match="--from-disk"):
         engine.load(mixture)
     with engine.load(mixture, from_disk=True, threads=1) as loaded:
         assert any("weights are read from the disk" in notice for notice in loaded.info.notices)
         assert loaded.chat("hello", max_tokens=4).stats.completion_tokens == 4
+
+
+def test_a_model_that_takes_most_of_what_is_free_is_mapped_where_the_disk_has_room(
+    mixture: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "available_memory", lambda: 70 * 2**20)
+    replies = []
+    for cap in ("0.001", "20"):
+        monkeypatch.setenv(giw_file.CAP_ENVIRONMENT, cap)
+        with engine.load(mixture, threads=1, context_size=256) as loaded:
+            assert not any("disk" in notice for notice in loaded.info.notices)
+            replies.append(loaded.chat("hello", max_tokens=4, sampling=SamplingParams(temperature=0)).ids)
+        assert len(list(folder.glob("*.giw"))) == (cap == "20")
+    assert replies[0] == replies[1]
 
 
 _MEASURE = """
