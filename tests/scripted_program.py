@@ -16,6 +16,7 @@ from scripted_engine import ScriptedEngine
 
 from goinfer_chat.cli import main
 from goinfer_chat.settings import Settings
+from goinfer_chat.store import live
 from goinfer_chat.terminal import Stream
 
 data = json.loads(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
@@ -26,6 +27,18 @@ def make_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
     time.sleep(data.get("load_seconds", 0))
     side.clear_status()
     return ScriptedEngine.from_json(data)
+
+
+if data.get("save_seconds"):
+    write = live.queries.finish
+
+    def write_slowly(*arguments: object, **named: object) -> None:
+        """In the midst of the transaction that makes a draft the reply."""
+        time.sleep(data["save_seconds"])
+        write(*arguments, **named)  # type: ignore[arg-type]
+        time.sleep(data["save_seconds"])
+
+    live.queries.finish = write_slowly
 
 
 main(make_engine)

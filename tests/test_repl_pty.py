@@ -37,11 +37,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
             arguments: tuple[str, ...] = (),
             shell: str | None = None,
             load_seconds: float = 0,
+            save_seconds: float = 0,
             env: dict[str, str] | None = None,
             **terminal: Any,
         ) -> Terminal:
             script = tmp_path / "turns.json"
-            data = {"turns": turns, "name": "Scripted\x1b[2J", "load_seconds": load_seconds}
+            data = {
+                "turns": turns,
+                "name": "Scripted\x1b[2J",
+                "load_seconds": load_seconds,
+                "save_seconds": save_seconds,
+            }
             script.write_text(json.dumps(data), encoding="utf-8")
             command = [sys.executable, str(PROGRAM), str(script), *arguments]
             if shell is not None:
@@ -180,6 +186,29 @@ def test_ctrl_c_twice_in_a_reply_is_the_same_as_once(start: Start) -> None:
     terminal.wait_for_prompt()
     terminal.send("hi" + ENTER)
     terminal.wait("Hello there.")
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_during_a_save_loses_nothing(start: Start, presses: int) -> None:
+    terminal = start(HELLO, save_seconds=0.4)
+    terminal.wait_for_prompt()
+    terminal.send("hi" + ENTER)
+    terminal.wait("Hello there.")
+    terminal.settle(0.2)  # the reply is there, its line of figures is not: it is being saved
+    assert "TTFT" not in terminal.text
+    for _ in range(presses):
+        terminal.send(CTRL_C)
+        terminal.settle(0.1)
+    terminal.wait_for_prompt()
+    terminal.send("again" + ENTER)
+    terminal.wait("(5 reused, ")
+    terminal.wait_for_prompt()
+    terminal.send(CTRL_D)
+    assert terminal.wait_for_end() == 0
+    assert_left_as_found(terminal)
+    shown = start(arguments=("sessions", "show", "hi"))
+    shown.wait_for_end()
+    assert shown.text.count("Hello there.") == 2
 
 
 def test_ctrl_c_ends_the_program_when_the_engine_does_not_stop(start: Start) -> None:
