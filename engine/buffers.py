@@ -43,7 +43,7 @@ class Buffers:
         needs_branch = c.arch.post_norms or c.has_shared_gate
         self.branch = floats(rows, line(c.hidden_size)) if needs_branch else self.x
         self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
-        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * c.head_dim) + 16 * QUERY_TILE
+        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * c.head_dim + 2 * BLOCK) + 16 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))

@@ -23,7 +23,7 @@ from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 
 MAGIC, VERSION = b"GIW kv cache", 1
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised whenever the same model and ids may give other bits of K or V than before."""
 MAX_HEADER_BYTES = 1024
 

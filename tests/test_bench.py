@@ -181,7 +181,7 @@ def test_attention_counts_what_each_layer_of_each_row_sees(tmp_path: Path, num_t
                 continue  # only the row whose logits are wanted goes on behind the last layer's K and V
             first = max(0, position + 1 - 32) if config.is_local(layer) else 0
             seen += position + 1 - first
-    assert work.prompt_attention(num_tokens) == Products(floating=2 * 4 * 64 * seen)
+    assert work.prompt_attention(num_tokens) == Products(integer=2 * 2 * 4 * 64 * seen)  # of 16 bits, which count twice
     local = sum(config.is_local(layer) for layer in range(8))
     assert 0 < local < 8
     positions = (8 - local) * num_tokens + local * min(num_tokens, 32)
@@ -370,7 +370,7 @@ def test_prefill_stands_beside_the_products_it_needs(stepper: Stepper) -> None:
     assert row.share is not None
     assert row.share.median == pytest.approx(matrices.integer / 1e9 / 0.25)
     assert row.share_with_attention is not None
-    assert row.share_with_attention.median == pytest.approx((matrices.integer / 1e9 + attention.floating / 1e8) / 0.25)
+    assert row.share_with_attention.median == pytest.approx((matrices.integer + attention.integer) / 1e9 / 0.25)
 
 
 def test_a_further_row_costs_what_it_adds_to_a_step_of_one(stepper: Stepper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,8 +333,8 @@ def test_the_phases_stand_beside_the_work_they_did(engine: LocalEngine, tiny_mod
     long = replace(long, reply=replace(long.reply, stats=stats), num_chunks=3)
     peaks = Peaks(integer=1e9, floating=1e8)
     prefill, decode = prefill_phase(long, work, peaks, 1e6), decode_phase(long, work, peaks, 1e6)
-    matrices, attention = work.matrices(len(ids), 1).integer, work.prompt_attention(len(ids)).floating
-    assert prefill.arithmetic == pytest.approx((matrices / 1e9 + attention / 1e8) / 0.5)
+    matrices, attention = work.matrices(len(ids), 1).integer, work.prompt_attention(len(ids)).integer
+    assert prefill.arithmetic == pytest.approx((matrices + attention) / 1e9 / 0.5)
     assert prefill.memory == pytest.approx(3 * work.weight_bytes / 1e6 / 0.5)
     assert decode.arithmetic == pytest.approx(4 * work.matrices(1, 1).integer / 1e9)
     assert decode.memory == pytest.approx(4 * (work.weight_bytes + work.kv_bytes(len(ids))) / 1e6)

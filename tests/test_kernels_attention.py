@@ -14,7 +14,6 @@ HEAD_SIZES = (16, 48, 64, 80, 112)
 UNTOUCHED = np.float32(-7.25)
 
 every_target = pytest.mark.parametrize("target", TARGETS)
-narrow_and_wide = pytest.mark.parametrize("kind", ["narrow", "wide"])
 
 
 def rows_of(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> np.ndarray:
@@ -34,43 +33,28 @@ def states_of(peak: np.ndarray, total: np.ndarray, values: np.ndarray) -> np.nda
 
 
 @every_target
-def test_widening_is_exact(target: str) -> None:
-    source = np.arange(65536, dtype=np.uint16).view(np.float16)
-    source = source[np.isfinite(source)]
-    out = np.full(len(source) + 16, UNTOUCHED)
-    kernels(target).call("widen", source, out, len(source))
-    assert_same_bits(out[:-16], source.astype(np.float32))
-    assert (out[-16:] == UNTOUCHED).all()
-
-
-@every_target
-@narrow_and_wide
-def test_scores_have_the_bits_of_the_twin_for_any_number_of_queries(kind: str, target: str) -> None:
+def test_scores_have_the_bits_of_the_twin_for_any_number_of_queries(target: str) -> None:
     rng = np.random.default_rng(1)
     for dim in HEAD_SIZES:
-        keys = rows_of(rng, BLOCK, dim).astype(np.float16)
+        keys = rows_of(rng, BLOCK, dim)
         keys[3] = 0
         queries = rows_of(rng, 2 * max(QUERY_COUNTS), dim)[::2]
         expected = twins.scores(queries, keys)
-        stored = np.ascontiguousarray(keys.T, np.float16 if kind == "narrow" else np.float32)
+        stored = np.ascontiguousarray(keys.T)
         for count in QUERY_COUNTS:
             out = np.full((count + 1, PART), UNTOUCHED)
-            kernels(target).call(f"scores_{kind}", addresses(queries), count, stored, out, dim, stored)
+            kernels(target).call("scores_floats", addresses(queries), count, stored, out, dim, stored)
             assert_same_bits(out[:count, :BLOCK], expected[:count])
             assert (out[count] == UNTOUCHED).all()
             assert (out[:, BLOCK:] == UNTOUCHED).all()
 
 
 @every_target
-@narrow_and_wide
 @pytest.mark.parametrize("positions", [1, 2, 17, 63, 64])
-def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(
-    positions: int, kind: str, target: str
-) -> None:
+def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(positions: int, target: str) -> None:
     rng = np.random.default_rng(positions)
     for dim in HEAD_SIZES:
-        values = rows_of(rng, BLOCK, dim).astype(np.float16)
-        stored = np.ascontiguousarray(values, np.float16 if kind == "narrow" else np.float32)
+        values = rows_of(rng, BLOCK, dim)
         weights = rng.uniform(0, 1, (max(QUERY_COUNTS), PART)).astype(np.float32)
         weights[:, 1] = 0
         weights[2, :BLOCK] = 0
@@ -78,7 +62,7 @@ def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(
         expected = twins.weigh(weights[:, :positions], values[:positions], start)
         for count in QUERY_COUNTS:
             states = states_of(UNTOUCHED, UNTOUCHED, start[: count + 1])
-            kernels(target).call(f"weigh_{kind}", weights, count, stored, positions, addresses(states), dim, stored)
+            kernels(target).call("weigh_floats", weights, count, values, positions, addresses(states), dim, values)
             assert_same_bits(states[:count, STATE:], expected[:count])
             assert (states[:, :STATE] == UNTOUCHED).all()
             assert_same_bits(states[count:, STATE:], start[count : count + 1])
@@ -135,13 +119,15 @@ def test_merging_and_finishing_have_the_bits_of_the_twin(distance: float, target
         assert (out[-16:] == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize(("kind", "error"), [(np.float32, 2e-6), (np.float16, 5e-4)])
 @pytest.mark.parametrize("window", [0, 1, 40, 513, 700])
-def test_attention_is_softmax_over_the_positions_a_row_sees(window: int) -> None:
+def test_attention_is_softmax_over_the_positions_a_row_sees(window: int, kind: type, error: float) -> None:
+    """In floats, and with integers of 13 bits as f16 is multiplied."""
     rng = np.random.default_rng(5)
     S, H, G, D = 1100, 4, 2, 16
     positions = np.array([0, 1, 63, 64, 511, 512, 530, 1023, 1024, 1099])
     q = rows_of(rng, len(positions), H, D)
-    keys, values = (rows_of(rng, S, G, D).astype(np.float16) for _ in range(2))
+    keys, values = (rows_of(rng, S, G, D).astype(kind) for _ in range(2))
     ours = twins.attention(q, keys, values, positions, window)
     for row, position in enumerate(positions):
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
@@ -149,4 +135,4 @@ def test_attention_is_softmax_over_the_positions_a_row_sees(window: int) -> None
             k, v = (x[seen, head * G // H].astype(np.float64) for x in (keys, values))
             x = k @ q[row, head].astype(np.float64)
             weights = np.exp(x - x.max())
-            np.testing.assert_allclose(ours[row, head], weights @ v / weights.sum(), rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(ours[row, head], weights @ v / weights.sum(), rtol=10 * error, atol=error)

@@ -1,4 +1,6 @@
-"""Attention over the KV cache, one block of 64 positions at a time.
+"""Attention over the KV cache, one block of 64 positions at a time: softmax, and products in floats.
+
+K and V in f16, the usual ones, are multiplied as integers (`fixed.py`); the products here are for f32 and q8_0.
 
 A conversation's softmax is computed in parts of 512 positions, cut at multiples of 512 whatever the prompt, the chunk
 or the number of threads; a part leaves a state (largest score, sum, weighted values) and states are merged in
@@ -22,7 +24,7 @@ BLOCK = 64
 PART = 512
 """Positions of a softmax part: fixed, since it shapes the sums."""
 STATE = 16
-"""Floats before the weighted values of a state: the largest score, the sum, 14 of padding to a cache line."""
+"""Floats before the weighted values of a state: the largest score, the sum, and room for scales (`fixed.py`)."""
 
 WIDTH = 32
 """Scores that softmax takes at a time: vectors side by side, since one's exponential is a long chain."""
@@ -30,22 +32,17 @@ WIDTH = 32
 INFINITY = float("inf")
 
 
-def _floats(b: KernelBuilder, base: Value, narrow: bool, *offsets: Value | int) -> Value:
-    return b.halves(base, *offsets) if narrow else b.read(VF, base, *offsets)
-
-
-def _fetched(b: KernelBuilder, following: Value, here: Value, first: Value) -> Value:
+def fetched(b: KernelBuilder, following: Value, here: Value, first: Value) -> Value:
     """What a tile of queries prefetches: the first what follows, the others what is there already."""
     return b.select(b.icmp_signed("==", first, I64(0)), following, here)
 
 
-def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
+def scores(tiles: Sequence[int]) -> Kernel:
     """out[i][0..63] = query i . 64 keys, for `count` queries given by their addresses; out rows are PART floats apart.
 
-    Keys are [dim][64], f16, or f32 when they were widened once for many queries. Each sum runs over dim in ascending
-    order. `following` is the f16 block that is read next. It is prefetched while the first queries are multiplied.
+    Keys are f32 [dim][64]. Each sum runs over dim in ascending order. `following` is the block that is read next. Its
+    first 16 KB are prefetched while the first queries are multiplied.
     """
-    size = 2 if narrow else 4
 
     def emit(
         b: KernelBuilder, queries: Value, count: Value, keys: Value, out: Value, dim: Value, following: Value
@@ -55,11 +52,11 @@ def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
         def body(num: int, first: Value) -> None:
             q = [b.pointer(b.read(I64, queries, b.times(b.sum(first, t), 8))) for t in range(num)]
             sums = [b.variables(4, fill(VF, 0.0)) for _ in range(num)]
-            fetched = _fetched(b, following, keys, first)
+            ahead = fetched(b, following, keys, first)
             with b.loop(dim) as d:
                 for line in (0, 64):
-                    b.prefetch(b.at(fetched, b.times(d, 128), line))
-                row = [_floats(b, keys, narrow, b.times(d, BLOCK * size), 16 * size * c) for c in range(4)]
+                    b.prefetch(b.at(ahead, b.times(d, 128), line))
+                row = [b.read(VF, keys, b.times(d, 4 * BLOCK), 64 * c) for c in range(4)]
                 for query, slots in zip(q, sums, strict=True):
                     x = b.broadcast(F32, query, b.times(d, 4))
                     for key, slot in zip(row, slots, strict=True):
@@ -73,12 +70,11 @@ def scores(narrow: bool, tiles: Sequence[int]) -> Kernel:
     return emit
 
 
-def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
+def weigh(tiles: Sequence[int]) -> Kernel:
     """The values of state i += weights[i][0..positions) . values [positions][dim], in ascending positions.
 
     `following`: as in `scores`.
     """
-    size = 2 if narrow else 4
 
     def emit(
         b: KernelBuilder, weights: Value, count: Value, values: Value, positions: Value, states: Value, dim: Value,
@@ -94,12 +90,11 @@ def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
             def columns(width: int, vector: Value) -> None:
                 at = b.times(vector, 64)
                 sums = [[b.variable(b.read(VF, s, at, 64 * c)) for c in range(width)] for s in state]
-                fetched = _fetched(b, b.at(following, b.times(vector, BLOCK * 32)), values, first)
+                ahead = fetched(b, b.at(following, b.times(vector, BLOCK * 32)), values, first)
                 with b.loop(positions) as p:
                     for line in range(width // 2):
-                        b.prefetch(b.at(fetched, b.times(p, 32 * width), 64 * line))
-                    row = b.times(b.times(p, dim), size), b.times(vector, 16 * size)
-                    v = [_floats(b, values, narrow, *row, 16 * size * c) for c in range(width)]
+                        b.prefetch(b.at(ahead, b.times(p, 32 * width), 64 * line))
+                    v = [b.read(VF, values, b.times(b.times(p, dim), 4), at, 64 * c) for c in range(width)]
                     for w, slots in zip(weight, sums, strict=True):
                         x = b.broadcast(F32, w, b.times(p, 4))
                         for c, slot in enumerate(slots):
@@ -113,14 +108,6 @@ def weigh(narrow: bool, tiles: Sequence[int]) -> Kernel:
         b.greedy(count, tiles, body)
 
     return emit
-
-
-def widen(b: KernelBuilder, source: Value, target: Value, n: Value) -> None:
-    """n f16 as f32; n is a multiple of 64."""
-    source, target = b.pointer(source), b.pointer(target)
-    with b.loop(b.sdiv(n, I64(64))) as i:
-        for c in range(4):
-            b.write(b.halves(source, b.times(i, 128), 32 * c), target, b.times(i, 256), 64 * c)
 
 
 def softmax(b: KernelBuilder, p: Value, low: Value, high: Value, padded: Value, state: Value, dim: Value) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kernels import attention, delta, kv_types, routing, rows
+from engine.kernels import attention, delta, fixed, kv_types, routing, rows
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
 from engine.kernels.target import Target
@@ -39,11 +39,9 @@ def kernels(target: Target) -> dict[str, Kernel]:
         "store_value_q8_0": kv_types.store_value_q8_0,
         "widen_keys_q8_0": kv_types.widen_keys_q8_0,
         "widen_values_q8_0": kv_types.widen_values_q8_0,
-        "scores_narrow": attention.scores(True, target.query_tiles),
-        "scores_wide": attention.scores(False, target.query_tiles),
-        "weigh_narrow": attention.weigh(True, target.query_tiles),
-        "weigh_wide": attention.weigh(False, target.query_tiles),
-        "widen": attention.widen,
+        **fixed.kernels(target),
+        "scores_floats": attention.scores(target.query_tiles),
+        "weigh_floats": attention.weigh(target.query_tiles),
         "softmax": attention.softmax,
         "merge": attention.merge,
         "finish": attention.finish,

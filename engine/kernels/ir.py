@@ -139,6 +139,20 @@ class KernelBuilder(ir.IRBuilder):
             half //= 2
         return self.extract_element(x, I32(0))
 
+    def tree_of_each(self, vectors: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+        """Lane i = `tree` of vector i, for 16 vectors, by transposing them on the way."""
+        width = LANES
+        while width > 1:
+            low = [g * width + i for g in range(LANES // width) for i in range(width // 2)]
+            low += [LANES + i for i in low]
+            high = [i + width // 2 for i in low]
+            vectors = [
+                combine(self.pick(p, q, low), self.pick(p, q, high))
+                for p, q in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+            width //= 2
+        return vectors[0]
+
     # ------------------------------------------------------------------ arithmetic
     def intrinsic(self, name: str, returns: Any, *args: Value) -> Value:
         declared = self.module.globals.get(name)

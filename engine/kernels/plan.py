@@ -4,14 +4,12 @@ from __future__ import annotations
 
 L2_BYTES = 640 << 10
 """Activation rows that are multiplied with one group after the other: as many as stay in half an L2 cache."""
-GATED_ROWS = 128
+GATED_ROWS = 132
 """Rows of gate and up that are kept in L2 until their product is quantized."""
 DOWN_GROUPS = 16
 """Groups of an expert's outputs that are kept in L2, GATED_ROWS rows at a time, until they are added up."""
 QUERY_TILE = 96
 """Queries (rows x heads of a KV head) that share a pass over a part."""
-WIDE_QUERIES = 12
-"""From this many queries on, keys and values are widened to f32 once instead of in every tile."""
 SPLIT_ROWS = 32
 """Up to this many rows, attention is split over parts as well."""
 TAPS = 4

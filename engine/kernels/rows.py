@@ -213,24 +213,10 @@ def _quantize(
         b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
         b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
         return
-    sixteens = _sums_of_lanes(b, levels)
+    sixteens = b.tree_of_each(levels, b.add)
     pairs = b.add(b.pick(sixteens, sixteens, range(0, 16, 2)), b.pick(sixteens, sixteens, range(1, 16, 2)))
     b.write(b.trunc(pairs, vector(I16, 8)), dst, layout.after(b, blocks, 4), b.times(s, 16))
     b.write(b.trunc(sixteens, vector(I16, 16)), dst, layout.after(b, blocks, 20), b.times(s, 32))
-
-
-def _sums_of_lanes(b: KernelBuilder, vectors: list[Value]) -> Value:
-    """Lane i = the sum of the lanes of vector i, for 16 vectors, by a transposing tree."""
-    width = 16
-    while width > 1:
-        low = [g * width + i for g in range(16 // width) for i in range(width // 2)]
-        low += [16 + i for i in low]
-        high = [i + width // 2 for i in low]
-        vectors = [
-            b.add(b.pick(p, q, low), b.pick(p, q, high)) for p, q in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        width //= 2
-    return vectors[0]
 
 
 # ---------------------------------------------------------------- one head of q, k or v

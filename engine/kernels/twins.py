@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.kernels.attention import PART
+from engine.kernels import fixed
+from engine.kernels.attention import BLOCK, PART
 from engine.kernels.delta import LOG1P_TERMS
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
@@ -343,6 +344,60 @@ def weigh(weights: Floats, values: Floats | Halves, start: Floats) -> Floats:
     return start
 
 
+# ---------------------------------------------------------------- the same with 16-bit integers, for K and V in f16
+def fixed_points(x: Floats | Halves, limit: int, top: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Integers [..., n] nearest to x [..., n] * (limit / top [...]), ties to even, and their scale [...]."""
+    empty = top < np.float32(fixed.TINY)
+    factor = np.where(empty, np.float32(0), np.float32(limit) / np.where(empty, np.float32(1), top))
+    levels = np.rint(x.astype(np.float64) * factor[..., None])  # f64 holds the product of two f32 exactly
+    return levels.astype(np.int64), top / np.float32(limit)
+
+
+def fixed_cached(x: Halves) -> tuple[NDArray[np.int64], Floats]:
+    """Keys or values x [..., D] as integers and scales [...] (`fixed.fix_keys`, `fixed.fix_values`)."""
+    return fixed_points(x, fixed.CACHED_LIMIT, np.abs(x.astype(np.float32)).max(axis=-1))
+
+
+def fixed_query(q: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Queries [..., D] as integers and scales [...] (`fixed.fix_query`): lanes are added in ascending order."""
+    lanes = np.abs(q).reshape(*q.shape[:-1], -1, LANES)
+    sums = np.zeros_like(lanes[..., 0, :])
+    for i in range(lanes.shape[-2]):
+        sums = sums + lanes[..., i, :]
+    peak = np.float32(fixed.PEAKS) * lanes.max(axis=(-2, -1))
+    return fixed_points(q, fixed.SUM_LIMIT, larger(peak, tree(sums, np.add)))
+
+
+def fixed_weights(weights: Floats, scales: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Weights [..., B, 64] of values with these scales: integers [..., B, 64] and scales [..., B] of blocks."""
+    scaled = weights * scales
+    w = scaled.reshape(*scaled.shape[:-1], 4, LANES)
+    sums = (w[..., 0, :] + w[..., 1, :]) + (w[..., 2, :] + w[..., 3, :])
+    peak = np.float32(fixed.PEAKS) * scaled.max(axis=-1)
+    return fixed_points(scaled, fixed.SUM_LIMIT, larger(peak, tree(sums, np.add)))
+
+
+def fixed_scores(q: Floats, keys: Halves) -> Floats:
+    """[..., S] f32 = q [..., D] . keys [..., S, D] (`fixed.scores`)."""
+    (levels, of_query), (cached, of_keys) = fixed_query(q), fixed_cached(keys)
+    sums = (cached @ levels[..., None])[..., 0].astype(np.float32)
+    return sums * of_keys * of_query[..., None]
+
+
+def fixed_weigh(weights: Floats, values: Halves, start: Floats) -> Floats:
+    """[..., D] f32 = start + weights [..., S] . values [..., S, D], block by block in ascending order."""
+    cached, of_values = fixed_cached(values)
+    for first in range(0, weights.shape[-1], BLOCK):
+        some = slice(first, first + BLOCK)
+        missing = [(0, 0)] * (weights.ndim - 1) + [(0, -weights[..., some].shape[-1] % BLOCK)]
+        w, scales = (np.pad(x, missing) for x in np.broadcast_arrays(weights[..., some], of_values[..., some]))
+        levels, scale = fixed_weights(w, scales)
+        count = cached[..., some, :].shape[-2]
+        sums = (levels[..., None, :count] @ cached[..., some, :])[..., 0, :].astype(np.float32)
+        start = fma32(sums, scale[..., None], start)
+    return start
+
+
 def merge(state: State, part: State) -> State:
     """Both states' positions in one state (online softmax, Milakov and Gimelshein 2018)."""
     peak = larger(state.peak, part.peak)
@@ -364,12 +419,12 @@ def attention(
 
     A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Scores are
     capped where there is a cap. Softmax runs in parts cut at multiples of 512 positions, merged in ascending order.
+    f16 is multiplied as integers, f32 as it is.
     """
+    in_floats = keys.dtype != np.float16
     T, H, _ = q.shape
     first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
-    k, v = (
-        np.repeat(x.astype(np.float32), H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values)
-    )  # [H, S, D]
+    k, v = (np.repeat(x, H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values))  # [H, S, D]
     # Merging a part into the empty state leaves the part as it is: exp(0) is 1, and the rest is multiplied by 0.
     state = State(np.full((T, H), -np.inf, np.float32), np.zeros((T, H), np.float32), np.zeros_like(q))
     for start in range(0, len(keys), PART):
@@ -378,10 +433,11 @@ def attention(
         low = np.maximum(0, first[some] - start)[:, None]
         high = np.minimum(PART, positions[some] + 1 - start)[:, None]
         padding = -(end - start) % LANES
-        found = scores(q[some], k[:, start:end])
+        found = (scores if in_floats else fixed_scores)(q[some], k[:, start:end])
         x = np.pad(capped(found, cap) if cap else found, [(0, 0), (0, 0), (0, padding)])
         weights, peak, total = softmax(x, low, high)
-        part = State(peak, total, weigh(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
+        weighted = weigh if in_floats else fixed_weigh
+        part = State(peak, total, weighted(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
         merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)
         state.peak[some], state.total[some], state.values[some] = merged.peak, merged.total, merged.values
     return finish(state)

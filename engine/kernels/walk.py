@@ -32,7 +32,6 @@ from engine.kernels.plan import (
     QUERY_TILE,
     SPLIT_ROWS,
     TAPS,
-    WIDE_QUERIES,
 )
 from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
 from engine.kernels.target import Target
@@ -167,11 +166,12 @@ store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_val
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)
 store_key_q8_0, store_value_q8_0 = _kernel("store_key_q8_0", 4), _kernel("store_value_q8_0", 4)
 widen_keys_q8_0, widen_values_q8_0 = _kernel("widen_keys_q8_0", 4), _kernel("widen_values_q8_0", 4)
-scores_narrow, scores_wide = _kernel("scores_narrow", 6), _kernel("scores_wide", 6)
-weigh_narrow, weigh_wide = _kernel("weigh_narrow", 7), _kernel("weigh_wide", 7)
 convolve, unit_vector, delta_gates = _kernel("convolve", 6), _kernel("unit_vector", 4), _kernel("delta_gates", 5)
 delta, norm_gated, gate_vector = _kernel("delta", 8), _kernel("norm_gated", 6), _kernel("gate_vector", 3)
-widen, softmax = _kernel("widen", 3), _kernel("softmax", 6)
+scores_floats, weigh_floats, softmax = _kernel("scores_floats", 6), _kernel("weigh_floats", 7), _kernel("softmax", 6)
+fix_query, fix_keys, scores_fixed = _kernel("fix_query", 2), _kernel("fix_keys", 5), _kernel("scores_fixed", 7)
+scale_values, fix_weights = _kernel("scale_values", 5), _kernel("fix_weights", 5)
+fix_values, weigh_fixed = _kernel("fix_values", 6), _kernel("weigh_fixed", 7)
 merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
 
 
@@ -255,6 +255,16 @@ def add_norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
 
 
 @compiled
+def even_share(rows: int, most: int) -> int:
+    """Rows of a stretch, where `rows` are cut into as few as have no more than about `most`, and all as many.
+
+    Stretches of a dozen: a matrix product takes rows by six (`panel.py`), or by eight.
+    """
+    stretches = (rows + most - 1) // most
+    return ((rows + stretches - 1) // stretches + 11) // 12 * 12
+
+
+@compiled
 def multiply(
     matrix: Record, act: Record, first: int, last: int, row: int, out: int, out_bytes: int, add: int, rows: int
 ) -> None:
@@ -264,7 +274,7 @@ def multiply(
         base, size = act.base_32, act.row_32
     elif matrix.span == 1:
         base, size = act.base_1, act.row_1
-    step = max(8, L2_BYTES // size // 8 * 8)
+    step = even_share(rows, max(1, L2_BYTES // size))
     weights = matrix.address + first * matrix.group_bytes
     r = 0
     while r < rows:  # a range with a step that is not constant would bring in Numba's code for raising errors
@@ -305,8 +315,10 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
     unit = result.unit
     row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
     first = expert * gate.num_groups + strip * unit // 16
-    for r in range(row, row + rows, GATED_ROWS):
-        count = min(GATED_ROWS, row + rows - r)
+    step = min(GATED_ROWS, even_share(rows, GATED_ROWS))
+    r = row
+    while r < row + rows:
+        count = min(step, row + rows - r)
         # `multiply` adds the group's own offset, which a strip's buffer does not have.
         start = buffer - first * LINE
         multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
@@ -317,6 +329,28 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
                 activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)
             else:
                 activate_silu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+        r += step
+
+
+@compiled
+def gated_cuts(c: Record, rows: int) -> int:
+    """Into how many stretches of rows a strip is cut that is left over when each thread has got as many as the others.
+
+    Stretches of 48 rows at least: each unpacks the strip's weights anew.
+    """
+    return max(1, min(c.num_threads, rows // 48))
+
+
+@compiled
+def gated_piece(c: Record, op: Record, tid: int, rows: int, units: int, piece: int) -> None:
+    """One strip of outputs for all rows, or for some where it is one of the last."""
+    even = units // c.num_threads * c.num_threads
+    strip, start, end = piece, 0, rows
+    if piece >= even:
+        cuts = gated_cuts(c, rows)
+        strip, part = even + (piece - even) // cuts, (piece - even) % cuts
+        start, end = part * rows // cuts, (part + 1) * rows // cuts
+    gated(c, op, tid, start, end - start, 0, strip)
 
 
 @compiled
@@ -481,9 +515,7 @@ def as_floats(c: Record, numbers: int, head: int, values: int, wide: int) -> int
     """Address of a block's keys or values of a head in f32: where they are, or in `wide`."""
     if c.kv_stored == Stored.F32:
         return numbers
-    if c.kv_stored == Stored.F16:
-        widen(numbers, wide, BLOCK * c.head_dim)
-    elif values:
+    if values:
         widen_values_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
     else:
         widen_keys_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
@@ -514,6 +546,8 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
         slot = position % BLOCK
         if is_query:
             scale_vector(x, op.q_scales + 4 * position if op.q_scales else c.scale, dim)
+            if c.kv_stored == Stored.F16:
+                fix_query(x, dim)
         else:
             values = 1 if is_value else 0
             head = h - c.num_heads - values * c.num_kv_heads
@@ -551,6 +585,7 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     spare = wide + 4 * BLOCK * dim
     queries = spare + QUERY_TILE * state_bytes
     states = queries + QUERY_TILE * 8
+    scales = states + QUERY_TILE * 8  # of a block's keys or values, and what its values are multiplied with
     slots = c.state_slots if split else 1
     start = part * PART
     while r0 < r1 and int32_at(c.positions + 4 * r0) < start:  # rows of one conversation ascend
@@ -570,15 +605,16 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
     high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
     blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
-    narrow = c.kv_stored == Stored.F16 and n < WIDE_QUERIES
+    in_floats = c.kv_stored != Stored.F16
     for b in range(low, blocks):
         keys = cached(c, op, r0, first + b, 0, head)
         last = b == blocks - 1
         following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
-        if narrow:
-            scores_narrow(queries, n, keys, weights + b * BLOCK * 4, dim, following)
+        if in_floats:
+            scores_floats(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
         else:
-            scores_wide(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
+            fix_keys(keys, wide, scales, dim, following)
+            scores_fixed(queries, n, wide, scales, weights + b * BLOCK * 4, dim, following)
     for i in range(n):
         if op.cap:
             cap_vector(weights + (i * PART + low * BLOCK) * 4, op.cap, (blocks - low) * BLOCK)
@@ -589,11 +625,15 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     for b in range(low, blocks):
         values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
         following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
-        if narrow:
-            weigh_narrow(weights + b * BLOCK * 4, n, values, positions, states, dim, following)
-        else:
+        if in_floats:
             floats = as_floats(c, values, head, 1, wide)
-            weigh_wide(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
+            weigh_floats(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
+        else:
+            pairs = (positions + 1) // 2
+            scale_values(values, positions, scales, scales + BLOCK * 4, dim)
+            fix_weights(weights, n, b, scales, states)
+            fix_values(values, scales + BLOCK * 4, wide, pairs, dim, following)
+            weigh_fixed(weights + b * BLOCK * 2, n, wide, pairs, states, dim, following)
     for i in range(n):
         r, h = r0 + i // group, head * group + i % group
         place = c.states + ((r * c.num_heads + h) * slots) * state_bytes
@@ -832,8 +872,11 @@ def num_units(c: Record, op: Record, rows: int) -> int:
 @compiled
 def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
-    if op.code == Op.ATTEND or op.code == Op.GATED or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
+    if op.code == Op.ATTEND or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
         return units
+    if op.code == Op.GATED:
+        left = units % c.num_threads
+        return units - left + left * gated_cuts(c, rows)
     if op.code == Op.MATMUL or op.code == Op.EXPERTS_DOWN:
         # At most 256 groups each, so that the output head, which is long, ends evenly too.
         return min(units, max(2 * c.num_threads, (units + 255) // 256))
@@ -860,7 +903,7 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
     elif code == Op.MERGE:
         merge(c, op, rows, start, end)
     elif code == Op.GATED:
-        gated(c, op, tid, 0, rows, 0, piece)
+        gated_piece(c, op, tid, rows, units, piece)
     elif code == Op.LONE:
         lone(c, op, tid, rows, piece)
     elif code == Op.ADD_BIAS:

@@ -71,13 +71,16 @@ class Work:
         return self.of_row.times(num_rows).plus(self.of_wanted.times(num_wanted))
 
     def prompt_attention(self, num_tokens: int) -> Products:
-        """Of queries with keys and of softmax weights with values, for a whole prompt with logits of its last token."""
+        """Of queries with keys and of softmax weights with values, for a whole prompt with logits of its last token.
+
+        They are of 16 bits, K and V being f16: each takes the place of two products of bytes.
+        """
         c = self.config
         seen = 0
         for layer in c.attention_layers:
             last = layer == c.num_layers - 1
             seen += self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
-        return Products(floating=2 * c.num_heads * c.head_dim * seen)
+        return Products(integer=2 * 2 * c.num_heads * c.head_dim * seen)
 
     def kv_bytes(self, depth: int) -> int:
         """Bytes of keys and values, in f16, that a row with `depth` positions before it reads, and of a running state.
