@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,15 @@ class Emulated:
         (folder / "main.c").write_text(PROGRAM)
 
     def call(self, function: str, *args: int | np.ndarray) -> None:
+        self._call(function, (), args)
+
+    def call_behind(self, rows: np.ndarray, function: str, *args: int | np.ndarray) -> None:
+        """With `rows` at BASE, for kernels that are given addresses of rows."""
+        self._call(function, (rows,), args)
+
+    def _call(self, function: str, before: tuple[np.ndarray, ...], args: Sequence[int | np.ndarray]) -> None:
         program, image, memory = self._folder / function, self._folder / "image", bytearray()
+        args = (*before, *args)
         if not program.exists():
             sources = (self._folder / "main.c", self._folder / "kernels.o")
             subprocess.run([GCC, "-static", "-O1", f"-DKERNEL={function}", *sources, "-o", program], check=True)
@@ -113,7 +122,7 @@ class Emulated:
             else:
                 numbers.append(a)
         image.write_bytes(memory)
-        command = [QEMU, "-cpu", "max", program, image, self.BASE, len(memory), *numbers]
+        command = [QEMU, "-cpu", "max", program, image, self.BASE, len(memory), *numbers[len(before) :]]
         subprocess.run([str(c) for c in command], check=True, timeout=60)
         after = image.read_bytes()
         for a, n in zip(args, numbers, strict=True):
@@ -175,3 +184,31 @@ def test_norms_and_quantized_activations_on_arm64_have_the_bits_of_the_twins(tmp
         assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.normed(x, weight, 1e-5), span)))
         emulated.call(f"silu_{span}", x, weight, inverse, row, 0, blocks, blocks)
         assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.silu(x, weight), span)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_qemu")
+def test_attention_in_integers_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
+    rng, emulated, dim = np.random.default_rng(5), Emulated(tmp_path, core_text()), 80
+    q = rng.standard_normal((3, dim)).astype(np.float32)
+    x = rng.standard_normal((64, dim)).astype(np.float16)
+    scales, factors = np.zeros((2, 64), np.float32)
+    keys, values = np.zeros((dim // 2, 64, 2), np.int16), np.zeros((32, dim, 2), np.int16)
+    expected, rows = twins.fixed_scores(q, x), q.copy()
+    for row in rows:
+        emulated.call("fix_query", row, dim)
+    stored = np.ascontiguousarray(x.T)
+    emulated.call("fix_keys", stored, keys, scales, dim, stored)
+    out = np.zeros((3, 512), np.float32)
+    places = Emulated.BASE + np.arange(3) * rows.strides[0]
+    emulated.call_behind(rows, "scores_fixed", places, 3, keys, scales, out, dim, stored)
+    assert_same_bits(out[:, :64], expected)
+    weights, states = np.zeros((3, 512), np.float32), np.zeros((3, 16 + dim), np.float32)
+    weights[:, :61] = rng.uniform(0, 1, (3, 61))
+    expected = twins.fixed_weigh(weights[:, :61].copy(), x[:61], np.zeros((3, dim), np.float32))
+    places = Emulated.BASE + np.arange(3) * states.strides[0]
+    emulated.call("scale_values", x, 61, scales, factors, dim)
+    emulated.call("fix_values", x, factors, values, 31, dim, x)
+    emulated.call_behind(states, "fix_weights", weights, 3, 0, scales, places)
+    emulated.call_behind(states, "weigh_fixed", weights, 3, values, 31, places, dim, x)
+    assert_same_bits(states[:, 16:], expected)

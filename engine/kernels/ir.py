@@ -26,7 +26,7 @@ I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 LANES = 16
-VF, VI, VB = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I8, 64)
+VF, VI, VB, VS = (ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I8, 64), ir.VectorType(I16, 32))
 """16 floats, 16 ints, 64 bytes and 32 shorts: the same 512 bits."""
 
 Kernel = Callable[..., None]

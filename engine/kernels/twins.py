@@ -353,7 +353,7 @@ def fixed_points(x: Floats | Halves, limit: int, top: Floats) -> tuple[NDArray[n
     return levels.astype(np.int64), top / np.float32(limit)
 
 
-def fixed_cached(x: Halves) -> tuple[NDArray[np.int64], Floats]:
+def fixed_cached(x: Floats | Halves) -> tuple[NDArray[np.int64], Floats]:
     """Keys or values x [..., D] as integers and scales [...] (`fixed.fix_keys`, `fixed.fix_values`)."""
     return fixed_points(x, fixed.CACHED_LIMIT, np.abs(x.astype(np.float32)).max(axis=-1))
 
@@ -377,14 +377,14 @@ def fixed_weights(weights: Floats, scales: Floats) -> tuple[NDArray[np.int64], F
     return fixed_points(scaled, fixed.SUM_LIMIT, larger(peak, tree(sums, np.add)))
 
 
-def fixed_scores(q: Floats, keys: Halves) -> Floats:
+def fixed_scores(q: Floats, keys: Floats | Halves) -> Floats:
     """[..., S] f32 = q [..., D] . keys [..., S, D] (`fixed.scores`)."""
     (levels, of_query), (cached, of_keys) = fixed_query(q), fixed_cached(keys)
     sums = (cached @ levels[..., None])[..., 0].astype(np.float32)
     return sums * of_keys * of_query[..., None]
 
 
-def fixed_weigh(weights: Floats, values: Halves, start: Floats) -> Floats:
+def fixed_weigh(weights: Floats, values: Floats | Halves, start: Floats) -> Floats:
     """[..., D] f32 = start + weights [..., S] . values [..., S, D], block by block in ascending order."""
     cached, of_values = fixed_cached(values)
     for first in range(0, weights.shape[-1], BLOCK):
@@ -421,10 +421,11 @@ def attention(
     capped where there is a cap. Softmax runs in parts cut at multiples of 512 positions, merged in ascending order.
     f16 is multiplied as integers, f32 as it is.
     """
-    in_floats = keys.dtype != np.float16
+    dot, add = (fixed_scores, fixed_weigh) if keys.dtype == np.float16 else (scores, weigh)
     T, H, _ = q.shape
     first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
-    k, v = (np.repeat(x, H // x.shape[1], axis=1).swapaxes(0, 1) for x in (keys, values))  # [H, S, D]
+    k = keys.repeat(H // keys.shape[1], axis=1).swapaxes(0, 1)  # [H, S, D]
+    v = values.repeat(H // values.shape[1], axis=1).swapaxes(0, 1)
     # Merging a part into the empty state leaves the part as it is: exp(0) is 1, and the rest is multiplied by 0.
     state = State(np.full((T, H), -np.inf, np.float32), np.zeros((T, H), np.float32), np.zeros_like(q))
     for start in range(0, len(keys), PART):
@@ -433,11 +434,10 @@ def attention(
         low = np.maximum(0, first[some] - start)[:, None]
         high = np.minimum(PART, positions[some] + 1 - start)[:, None]
         padding = -(end - start) % LANES
-        found = (scores if in_floats else fixed_scores)(q[some], k[:, start:end])
+        found = dot(q[some], k[:, start:end])
         x = np.pad(capped(found, cap) if cap else found, [(0, 0), (0, 0), (0, padding)])
         weights, peak, total = softmax(x, low, high)
-        weighted = weigh if in_floats else fixed_weigh
-        part = State(peak, total, weighted(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
+        part = State(peak, total, add(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
         merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)
         state.peak[some], state.total[some], state.values[some] = merged.peak, merged.total, merged.values
     return finish(state)
