@@ -42,6 +42,7 @@ class TensorType(IntEnum):
     IQ4_NL = 20
     IQ4_XS = 23
     BF16 = 30
+    MXFP4 = 39
 
 
 _BLOCK_SHAPES: Final[Mapping[TensorType, tuple[int, int]]] = MappingProxyType(
@@ -61,11 +62,14 @@ _BLOCK_SHAPES: Final[Mapping[TensorType, tuple[int, int]]] = MappingProxyType(
         TensorType.Q6_K: (256, 128 + 64 + 16 + 2),
         TensorType.IQ4_NL: (32, 2 + 16),
         TensorType.IQ4_XS: (256, 2 + 2 + 4 + 128),
+        TensorType.MXFP4: (32, 1 + 16),
     }
 )
 
 IQ4_VALUES: Final[tuple[int, ...]] = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the 16 codes of IQ4_NL and IQ4_XS stand for (kvalues_iq4nl of ggml)."""
+MXFP4_VALUES: Final[tuple[int, ...]] = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what the 16 codes of MXFP4 stand for: floats of 4 bits, E2M1 (Open Compute Project, Microscaling Formats)."""
 
 
 def block_shape(type: TensorType) -> tuple[int, int]:
@@ -227,6 +231,21 @@ def _iq4_nl(b: Bytes) -> Unpacked:
     return _simple(_iq4_codes(b[..., 2:]), _half(b, 0))
 
 
+def power_of_two(codes: Bytes) -> NDArray[np.uint16]:
+    """2**(e - 128) for scales e of MXFP4 (E8M0, half of it) as the upper half of an f32: exact."""
+    wide = codes.astype(np.uint16)
+    subnormal = np.uint16(0x20) << np.minimum(wide, 1)
+    scales: NDArray[np.uint16] = np.where(wide < 2, subnormal, (wide - np.uint16(1)) << np.uint16(7))
+    return scales
+
+
+def _mxfp4(b: Bytes) -> Unpacked:
+    """A power of two, 16 bytes of 4-bit codes."""
+    codebook: Ints = np.array(MXFP4_VALUES, np.int16)
+    scale = (power_of_two(b[..., 0]).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return _simple(codebook[_fields(b[..., 1:], 4, 16)], scale)
+
+
 def _iq4_xs(b: Bytes) -> Unpacked:
     """d, 2 bytes of high scale bits, 4 bytes of low ones, 128 bytes of 4-bit codes: 8 runs of 32, scales -32..31."""
     scales = _fields(b[..., 4:8], 4, 1) | (_fields(b[..., 2:4], 2, 1) << np.int16(4))
@@ -247,6 +266,7 @@ _UNPACKERS: Final[Mapping[TensorType, Callable[[Bytes], Unpacked]]] = MappingPro
         TensorType.Q6_K: _q6_k,
         TensorType.IQ4_NL: _iq4_nl,
         TensorType.IQ4_XS: _iq4_xs,
+        TensorType.MXFP4: _mxfp4,
     }
 )
 

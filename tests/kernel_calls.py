@@ -129,6 +129,11 @@ def blocks_of_any_bits(
     scales: tuple[float, ...] = (0.01, -0.02),
 ) -> NDArray[np.uint8]:
     """Weight rows uint8 [num_rows, row bytes] of random bits; d and m are numbers of about the size of `scales`."""
+    if type is TensorType.MXFP4:
+        blocks = rng.integers(0, 256, (num_rows, num_values // 32, 17), dtype=np.uint8)
+        exponents = np.frexp(np.maximum(np.abs(scales), 2.0**-126))[1]
+        blocks[..., 0] = 127 + rng.choice(exponents, blocks.shape[:2])
+        return blocks.reshape(num_rows, -1)
     if type not in HALVES:
         values = (rng.uniform(-1, 1, (num_rows, num_values)) * rng.choice(scales, (num_rows, 1))).astype(np.float32)
         if type is TensorType.BF16:

@@ -22,6 +22,7 @@ RANGES = {
     TensorType.Q5_K: (0, 31, 8, 0, 63, 63),
     TensorType.Q6_K: (-32, 31, 16, -128, 127, None),
     TensorType.IQ4_NL: (-127, 113, 1, 1, 1, None),
+    TensorType.MXFP4: (-12, 12, 1, 1, 1, None),
     TensorType.IQ4_XS: (-127, 113, 8, -32, 31, None),
 }
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.ir import F16, I16, I32, I64, VB, VF, VI, Int, KernelBuilder, Value, fill, vector
 from engine.kernels.target import Target
-from engine.quant import IQ4_VALUES, TensorType, block_shape
+from engine.quant import IQ4_VALUES, MXFP4_VALUES, TensorType, block_shape, power_of_two
 
 ROWS = 16
 """Weight rows of a group: the lanes of a vector."""
@@ -83,13 +83,16 @@ class WeightFormat:
     """Min of a sub-block as <16 x i32>, not negative."""
     scale_at: int = 0
     """Offset in the meta of the f16 d (2-byte units) or of the pair d, dmin or d, m (4-byte units)."""
+    scale_is_bf16: bool = False
+    """d is the upper half of an f32: a power of two that f16 need not reach."""
     has_second: bool = False
     """Whether d shares its word with a second f16: dmin or m."""
     bias: int = 0
+    """What bytes are above their weights: 0 or a power of two."""
     wide: bool = False
     """Whether weight bytes go beyond 127. Then bias is 128 and their signed form is byte - 128."""
     permute: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = field(default=None, compare=False)
-    """Reorders bits inside the blocks before they are laid out."""
+    """Reorders bits inside the blocks before they are laid out; a block may become larger."""
 
     @property
     def span(self) -> int:
@@ -98,7 +101,7 @@ class WeightFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of `span` values in the file, and of one row's share in memory."""
+        """Bytes of `span` values in the file."""
         values, size = block_shape(self.type)
         return size * (self.span // values)
 
@@ -164,7 +167,7 @@ def _fill_records(fmt: WeightFormat, blocks: NDArray[np.uint8], out: NDArray[np.
     if num_blocks == 0:
         return
     records = num_blocks // per_record
-    blocks = blocks.reshape(groups, ROWS, records, per_record, fmt.block_bytes)
+    blocks = blocks.reshape(groups, ROWS, records, per_record, blocks.shape[-1])
     out = out.reshape(groups, records, per_record * (fmt.words_bytes + fmt.meta_bytes))
     start = 0
     for segments in (fmt.words, fmt.meta):
@@ -208,9 +211,12 @@ def _as_bytes(b: KernelBuilder, words: list[Value]) -> list[Value]:
     return [b.bitcast(w, VB) for w in words]
 
 
-def _lookup_iq4(b: KernelBuilder, codes: Value, target: Target) -> Value:
-    """IQ4 values + 128 of 64 codes 0..15."""
-    table = [v + 128 for v in IQ4_VALUES]
+_IQ4_BYTES = [v + 128 for v in IQ4_VALUES]
+_MXFP4_BYTES = [v + 16 for v in MXFP4_VALUES]
+
+
+def _lookup(b: KernelBuilder, table: list[int], codes: Value, target: Target) -> Value:
+    """The bytes of a table that 64 codes 0..15 stand for."""
     if target.dot == "vnni":
         return b.intrinsic("llvm.x86.avx512.pshuf.b.512", VB, ir.Constant(VB, table * 4), codes)
     width = 32 if target.dot == "maddubs" else 16
@@ -260,7 +266,17 @@ def _q8_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
 
 
 def _iq4_nl(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    return [_lookup_iq4(b, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+    return [_lookup(b, _IQ4_BYTES, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+
+
+def _mxfp4(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+    return [_lookup(b, _MXFP4_BYTES, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+
+
+def _widen_power_of_two(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The scale of MXFP4, one byte, in two."""
+    scales = power_of_two(blocks[..., :1]).astype("<u2").view(np.uint8)
+    return np.concatenate([scales, blocks[..., 1:]], axis=-1)
 
 
 # ---------------------------------------------------------------- the K-quants: 256 values in sub-blocks
@@ -373,7 +389,7 @@ def _q3_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
 def _iq4_xs(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
     words = _words(b, g, b.times(sub.index(b), 4), 4)
     codes = [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
-    return [_lookup_iq4(b, b.bitcast(c, VB), g.target) for c in codes]
+    return [_lookup(b, _IQ4_BYTES, b.bitcast(c, VB), g.target) for c in codes]
 
 
 def _iq4_xs_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
@@ -396,6 +412,9 @@ def pairs_of(b: KernelBuilder, g: Group, fmt: WeightFormat, factor: Factor) -> l
 
 def block_scales(b: KernelBuilder, fmt: WeightFormat, meta: Value) -> tuple[Value, Value | None]:
     """d and, where the format has one, dmin or m: <16 x f32>."""
+    if fmt.scale_is_bf16:
+        upper = b.zext(b.read(vector(I16, 16), meta, fmt.scale_at), VI)
+        return b.bitcast(b.shl(upper, fill(VI, 16)), VF), None
     if not fmt.has_second:
         return b.halves(meta, fmt.scale_at), None
     word = b.read(VI, meta, fmt.scale_at)
@@ -425,6 +444,10 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
             WeightFormat(type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True),
             WeightFormat(
                 type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True
+            ),
+            WeightFormat(
+                type=_T.MXFP4, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_mxfp4, bias=16, scale_is_bf16=True,
+                permute=_widen_power_of_two,
             ),
             WeightFormat(
                 type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
