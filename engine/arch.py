@@ -31,8 +31,8 @@ class ArchSpec:
     """Models people know it by."""
     neox_rope: bool
     """Rotate pairs (d, d + half) as in GPT-NeoX; False: pairs (2 d, 2 d + 1)."""
-    activation: Literal["silu", "gelu", "relu2"] = "silu"
-    """relu2: the square of what is above 0 (So et al. 2021)."""
+    activation: Literal["silu", "gelu", "relu2", "clipped"] = "silu"
+    """relu2: the square of what is above 0 (So et al. 2021); clipped: as gpt-oss has it (`twins.clipped`)."""
     gated: bool = True
     """down(act(gate(x)) * up(x)); False: down(act(up(x))), of GELU or relu2."""
     norm: Literal["rms", "centred"] = "rms"
@@ -69,6 +69,8 @@ class ArchSpec:
     """Scores and logits x become cap * tanh(x / cap), with the caps of the file."""
     file_scales: bool = False
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
+    sinks: bool = False
+    """Each head has a score that no position has: what it takes of the softmax goes nowhere (Xiao et al. 2023)."""
     temperatures: bool = False
     """Scores may grow with the position (Mistral 3)."""
     logits_multiplied: bool = False
@@ -96,6 +98,7 @@ class ArchSpec:
         """What is special about it, for people."""
         said = {
             "GELU": self.activation == "gelu",
+            "clipped gates": self.activation == "clipped",
             "squared ReLU": self.activation == "relu2",
             "no gate": not self.gated,
             "LayerNorm": self.norm == "centred",
@@ -104,6 +107,7 @@ class ArchSpec:
             "parallel branches": self.parallel,
             "q and k normed whole": self.whole_head_norms,
             "sliding windows": self.local_layers > 0,
+            "attention sinks": self.sinks,
             "soft caps": self.soft_caps,
             "layers without rotation": self.unrotated_layers > 0 or self.local_rotation,
             "scaled embeddings": self.scale_embedding,
@@ -245,6 +249,17 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec(name="arcee", models="AFM 4.5B", neox_rope=False, gated=False, activation="relu2"),
             ArchSpec(name="ernie4_5", models="ERNIE 4.5 0.3B", neox_rope=False),
             ArchSpec(name="mistral3", models="Ministral 3", neox_rope=False, temperatures=True),
+            ArchSpec(
+                name="gpt-oss",
+                models="gpt-oss 20B, 120B",
+                neox_rope=True,
+                activation="clipped",
+                ffn_norm="post_attention_norm",
+                local_layers=2,
+                local_rope_scaling=True,
+                sinks=True,
+                experts="yes",
+            ),
             ArchSpec(name="qwen2vl", models="Qwen 2 VL, 2.5 VL (text)", neox_rope=True, rope_sections=True),
             ArchSpec(name="qwen3vl", models="Qwen 3 VL (text)", neox_rope=True, rope_sections=True),
             ArchSpec(

@@ -51,6 +51,8 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     norms += ["post_attention_norm", "post_ffw_norm"] if arch.post_norms else []
     biases = ["attn_output", "ffn_down"] + ([] if arch.gated else ["ffn_up"])
     biases += [] if arch.whole_head_norms else ["attn_q", "attn_k", "attn_v", "attn_qkv"]
+    biases += ["ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"] if c.experts else []
+    norms += ["attn_sinks"] if arch.sinks else []
     biases += ["attn_norm", arch.ffn_norm] if arch.norm == "centred" else []
     others = ["ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight"] if arch.delta_layers else []
     return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]

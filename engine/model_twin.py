@@ -69,6 +69,11 @@ class _Tensors:
         count = info.shape[0] if len(info.shape) == 3 else 1
         return twins.matmul(info.type, rows.reshape(count, -1, rows.shape[-1])[expert], x)
 
+    def biased(self, matrix: str, x: Floats, expert: int = 0) -> Floats:
+        """`multiply`, and the biases where the matrix has some."""
+        y, bias = self.multiply(f"{matrix}.weight", x, expert), f"{matrix}.bias"
+        return y + self.rows(bias, [expert])[0] if bias in self else y
+
 
 def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context_size: int | None = None) -> Step:
     """Logits and cache of a conversation of T tokens, at positions 0 .. T-1.
@@ -90,7 +95,8 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
         k, v = (twins.kept(y, kv_type) for y in computed)
         cache.append((k, v))
         window = c.window if c.is_local(n) else 0
-        seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap).reshape(len(ids), -1)
+        sinks = t.vector(f"blk.{n}.attn_sinks.weight") if c.arch.sinks else None
+        seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap, sinks).reshape(len(ids), -1)
         if gate is not None:
             seen = seen * twins.sigmoid(gate)
         attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
@@ -199,23 +205,23 @@ def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats,
         up = up + (t.vector(name) if name in t else np.zeros(c.ffn_size, np.float32))
         return twins.lone_gelu(up) if c.arch.activation == "gelu" else twins.lone_relu2(up)
     if f"{block}_gate{suffix}.weight" in t:
-        gate, up = (t.multiply(f"{block}_{name}{suffix}.weight", normed, expert) for name in ("gate", "up"))
+        gate, up = (t.biased(f"{block}_{name}{suffix}", normed, expert) for name in ("gate", "up"))
     else:
         fused = "gate_up" if f"{block}_gate_up{suffix}.weight" in t else "up"
         gate, up = np.split(t.multiply(f"{block}_{fused}{suffix}.weight", normed, expert), 2, axis=1)
-    return (twins.gelu if c.arch.activation == "gelu" else twins.silu)(gate, up)
+    return {"gelu": twins.gelu, "clipped": twins.clipped}.get(c.arch.activation, twins.silu)(gate, up)
 
 
 def _with_experts(c: ModelConfig, e: Experts, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:
     """x and what each row's experts make of it, added in the order of their numbers."""
-    logits = t.multiply(f"blk.{layer}.ffn_gate_inp.weight", normed)
+    logits = t.biased(f"blk.{layer}.ffn_gate_inp", normed)
     experts, weights = twins.choose(logits, e.chosen, c.arch.normed_experts, e.scale)
     x = x.copy()
     for expert in range(e.count):
         rows, ranks = np.nonzero(experts == expert)
         if len(rows):
             inner = _inner(c, t, layer, "_exps", normed[rows], expert)
-            y = t.multiply(f"blk.{layer}.ffn_down_exps.weight", inner, expert)
+            y = t.biased(f"blk.{layer}.ffn_down_exps", inner, expert)
             x[rows] = twins.fma32(y, weights[rows, ranks, None], x[rows])
     return x
 

@@ -13,10 +13,11 @@ from engine.arch import DeltaSizes
 from engine.buffers import LINE
 from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
+from engine.kernels.attention import STATE
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import ROWS
 from engine.kernels.plan import TAPS
-from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Op
+from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Gate, Op
 from engine.matrices import FeedForward, LayerMatrices
 from engine.quant import dequantize
 from engine.weights import Matrix, load_vector, zeroed
@@ -181,7 +182,7 @@ class Program:
         if not c.is_parallel:
             self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
         if layer.experts:
-            self._experts(layer, layer.experts)
+            self._experts(n, layer, layer.experts)
         if layer.dense:
             self._dense(n, layer.dense)
 
@@ -212,7 +213,7 @@ class Program:
         self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
         gate = self._offsets[id(layer.qkv[3])] if c.arch.delta_layers else 0
         share = self._share(self._attended, c.head_dim)
-        self._add(Op.MERGE, activation=self._attended, window=window, share=share, gate=gate)
+        self._add(Op.MERGE, activation=self._attended, window=window, share=share, gate=gate, sinks=self._sinks(n))
 
     def _recall(self, n: int, sizes: DeltaSizes, layer: LayerMatrices) -> None:
         """activation = what the running state gives."""
@@ -260,14 +261,17 @@ class Program:
         out_place = {"out": out.ctypes.data, "out_bytes": out.strides[0]}
         self._add(Op.ADD_GATED, **out_place, factor=factor, factor_bytes=router.strides[0])
 
-    def _experts(self, layer: LayerMatrices, part: FeedForward) -> None:
+    def _experts(self, n: int, layer: LayerMatrices, part: FeedForward) -> None:
         """x += what the chosen experts make of each row."""
-        x, router = self._buffers.x, self._buffers.router
+        c, x, router = self._config, self._buffers.x, self._buffers.router
+        assert c.experts
         self._multiply(self._hidden, layer.router, router)
+        self._add_bias(f"blk.{n}.ffn_gate_inp", router, c.experts.count)
         self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0])
         self._add(Op.GROUP)
         self._add(Op.GATHER, activation=self._hidden, second=self._gathered)
-        self._gate(Op.EXPERTS_GATED, self._gathered, self._expert_gated, part)
+        biases = self._expert_biases(n, ("ffn_gate_exps", "ffn_up_exps"), c.experts.ffn_size)
+        self._gate(Op.EXPERTS_GATED, self._gathered, self._expert_gated, part, biases)
         self._add(
             Op.EXPERTS_DOWN,
             activation=self._expert_gated,
@@ -275,7 +279,25 @@ class Program:
             num_matrices=1,
             out=x.ctypes.data,
             out_bytes=x.strides[0],
+            bias=self._expert_biases(n, ("ffn_down_exps",), c.hidden_size),
         )
+
+    def _expert_biases(self, n: int, names: tuple[str, ...], size: int) -> int:
+        """Address of the biases [experts, matrices, size] of these matrices, or 0 if the file has none."""
+        experts, tensors = self._config.experts, [f"blk.{n}.{name}.bias" for name in names]
+        if not experts or not any(name in self._gguf.tensors for name in tensors):
+            return 0
+        biases = [load_vector(self._gguf, name, experts.count, size).reshape(experts.count, size) for name in tensors]
+        return self._keep(np.ascontiguousarray(np.stack(biases, axis=1)))
+
+    def _sinks(self, n: int) -> int:
+        """Address of a softmax state [heads, STATE + head size] for each head: its score alone, and no values."""
+        c, name = self._config, f"blk.{n}.attn_sinks"
+        if not c.arch.sinks:
+            return 0
+        states = np.zeros((c.num_heads, STATE + c.head_dim), np.float32)
+        states[:, 0], states[:, 1] = load_vector(self._gguf, f"{name}.weight", c.num_heads), 1
+        return self._keep(states)
 
     def _gate(self, op: Op, activation: int, second: int, part: FeedForward, bias: int = 0) -> None:
         self._add(
@@ -283,7 +305,7 @@ class Program:
             activation=activation,
             second=second,
             matrix=self._numbers[id(part.gate_up[0])],
-            gelu=int(self._config.arch.activation == "gelu"),
+            activates={"gelu": Gate.GELU, "clipped": Gate.CLIPPED}.get(self._config.arch.activation, Gate.SILU),
             bias=bias,
         )
 

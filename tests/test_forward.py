@@ -228,6 +228,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_size": 96,
         "tied": False,
     },
+    # Sinks, biases of experts, a window in every other layer.
+    "gpt-oss": {
+        "architecture": "gpt-oss",
+        "hidden_size": 96,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "expert_ffn_size": 160,
+        "num_layers": 3,
+        "experts": 7,
+        "experts_used": 3,
+        "sliding_window": 41,
+        "tied": False,
+        "tensor_types": {"*_exps*": TensorType.MXFP4},
+        "tensors": {
+            f"blk.{layer}.ffn_{name}_exps.bias": sign * np.linspace(-9, 9, 7 * 160).reshape(7, 160)
+            for layer in range(3)
+            for name, sign in (("gate", 1), ("up", -1))
+        },
+    },
     "mistral3": {
         "architecture": "mistral3",
         "hidden_size": 64,

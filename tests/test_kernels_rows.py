@@ -113,6 +113,7 @@ SOURCES: list[Source] = [
     ("centred", lambda x, y: twins.centred(x, y[: len(x)], y[len(x) :], EPS)),
     ("silu", twins.silu),
     ("gelu", twins.gelu),
+    ("clipped", twins.clipped),
     ("lone_gelu", lambda x, y: twins.lone_gelu(x + y)),
     ("lone_relu2", lambda x, y: twins.lone_relu2(x + y)),
 ]
@@ -169,7 +170,7 @@ def test_extreme_activations_have_the_bits_of_the_twin(name: str, span: int, tar
 
 
 @every_target
-@pytest.mark.parametrize("source", ["silu", "gelu"])
+@pytest.mark.parametrize("source", ["silu", "gelu", "clipped"])
 def test_gates_far_out_have_the_bits_of_the_twin(source: str, target: str) -> None:
     gate = np.concatenate([np.linspace(-200, 200, 254), [-0.0, 0.0]]).astype(np.float32)
     up = np.where(np.arange(256) % 2, 2.5, -1.0).astype(np.float32)
@@ -185,6 +186,10 @@ def test_gates_are_the_functions_they_are_named_for() -> None:
     inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
     np.testing.assert_allclose(twins.gelu(x, one), 0.5 * wide * (1 + np.tanh(inner)), rtol=1e-5, atol=1e-6)
     assert_same_bits(twins.lone_gelu(x), twins.gelu(x, one))
+    top = np.minimum(wide, 7)
+    for up in (-9.0, 0.5, 9.0):
+        expected = top / (1 + np.exp(-1.702 * top)) * (np.clip(up, -7, 7) + 1)
+        np.testing.assert_allclose(twins.clipped(x, np.full_like(x, up)), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(twins.lone_relu2(x), np.where(wide > 0, wide**2, 0), rtol=1e-6)
 
 

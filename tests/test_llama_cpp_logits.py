@@ -95,6 +95,18 @@ CASES: dict[str, dict[str, Any]] = {
             "rope.scaling.yarn_log_multiplier": 1.0,
         },
     ),
+    # Biases so large that gates and what they multiply are clipped.
+    "gpt-oss": with_keys(
+        "gpt-oss",
+        {**YARN, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+        tied=False,
+        expert_ffn_size=64,
+        tensors={
+            f"blk.{layer}.ffn_{name}_exps.bias": sign * np.linspace(-9, 9, 6 * 64).reshape(6, 64)
+            for layer in range(4)
+            for name, sign in (("gate", 1), ("up", -1))
+        },
+    ),
     "llama-linear": with_keys("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
     "llama-factors": {"architecture": "llama", "rope_factors": FACTORS},
     "mixtral": {"architecture": "llama", "experts": 8},

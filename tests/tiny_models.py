@@ -24,7 +24,7 @@ Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
-    "qwen35", "qwen35moe", "qwen3next",
+    "qwen35", "qwen35moe", "qwen3next", "gpt-oss",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -38,14 +38,14 @@ _PRE = {
     "qwen3moe": "qwen2",
     "qwen35": "qwen2",
 }
-_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe", "qwen35moe", "qwen3next")  # always have experts
+_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe", "qwen35moe", "qwen3next", "gpt-oss")  # always have experts
 _GATED_SHARED = ("qwen2moe", "qwen35moe", "qwen3next")  # and one that every row passes, times a factor
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 _SANDWICHED = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # have norms after branches
 _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
-_QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2")
+_QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2", "gpt-oss")
 _HEAD_NORMED = ("qwen3", "qwen3moe", "qwen3vl", "gemma3", "exaone4", "qwen35", "qwen35moe", "qwen3next")
 _DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
@@ -146,7 +146,7 @@ def _matrices_and_vectors(
             del block["attn_norm.weight"], block["ffn_norm.weight"]
         if architecture in _SANDWICHED:
             block |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
-        if architecture == "seed_oss":
+        if architecture in ("seed_oss", "gpt-oss"):
             block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
         if architecture in ("phi2", "command-r", "cohere2"):
             del block["ffn_norm.weight"]
@@ -175,6 +175,15 @@ def _matrices_and_vectors(
                 del block[f"{name}.weight"]
                 shape = (hidden, shared_ffn) if name == "ffn_down" else (shared_ffn, hidden)
                 block |= {f"{name}_shexp.weight": shape} if shared_ffn else {}
+            if architecture == "gpt-oss":
+                block |= {
+                    "attn_sinks.weight": (q_size // head_dim,),
+                    "attn_output.bias": (hidden,),
+                    "ffn_gate_inp.bias": (experts,),
+                    "ffn_gate_exps.bias": (experts, expert_ffn),
+                    "ffn_up_exps.bias": (experts, expert_ffn),
+                    "ffn_down_exps.bias": (experts, hidden),
+                }
             block |= {"ffn_gate_inp_shexp.weight": (hidden,)} if architecture in _GATED_SHARED else {}
         if architecture in _DELTAS:
             block["attn_q.weight"] = (2 * q_size, hidden)
@@ -265,7 +274,7 @@ def write_tiny_model(
     `tensor_types`: one type for all matrices, or {fnmatch pattern of names: type}, first match, Q8_0 for the rest.
     Vectors are F32. hidden_size, ffn_size and num_heads * head_dim are whole blocks of the types used (256 values for
     K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
-    long contexts, and their square roots for short ones. `sliding_window`: 32 for gemma2, gemma3, cohere2. `vocab`: SPM
+    long contexts, and their square roots for short ones. `sliding_window`: 32 where there always is one. `vocab`: SPM
     for Gemmas, byte-level BPE for the rest. `delta`: key heads, value heads and head size of a running state.
     `tensors` replaces tensors by F32 ones, or leaves them out (None).
     `experts`: 6 where the architecture has some, and for llama as many as are asked for; `expert_ffn_size` is their
@@ -306,7 +315,10 @@ def write_tiny_model(
         "mistral3",
     ):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
-    if architecture in ("qwen3", "qwen3moe", "qwen3vl", *_GEMMAS, *_DELTAS) or head_dim * num_heads != hidden_size:
+    if (
+        architecture in ("qwen3", "qwen3moe", "qwen3vl", "gpt-oss", *_GEMMAS, *_DELTAS)
+        or head_dim * num_heads != hidden_size
+    ):
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if architecture in _DELTAS:
         keys |= {"full_attention_interval": _DELTA_INTERVAL, "rope.dimension_count": head_dim // 2}
@@ -315,13 +327,13 @@ def write_tiny_model(
             keys |= {"rope.dimension_sections": [len(range(n, head_dim // 4, 3)) for n in range(3)] + [0]}
         keys |= {"ssm.conv_kernel": 4, "ssm.group_count": delta[0], "ssm.time_step_rank": delta[1]}
         keys |= {"ssm.state_size": delta[2], "ssm.inner_size": delta[1] * delta[2]}
-    if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2"):
+    if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2", "gpt-oss"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": experts_used}
-        if architecture in ("qwen2moe", "qwen3moe", *_DELTAS):
+        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", *_DELTAS):
             keys["expert_feed_forward_length"] = expert_ffn_size
         else:
             keys["feed_forward_length"] = expert_ffn_size
@@ -357,7 +369,7 @@ def write_tiny_model(
     for name, shape in shapes.items():
         # Seeded by name: a tensor's values do not depend on which other tensors the file has.
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith(".bias"):
             middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
             vector = rng.normal(middle, 0.1, shape).astype("<f4")
             if name.endswith("ssm_a"):

@@ -64,6 +64,14 @@ class Op(IntEnum):
     """activation = quantized norm of what each value head gives, times the SiLU of a gate."""
 
 
+class Gate(IntEnum):
+    """The activation of a gate (`rows.activate`)."""
+
+    SILU = 0
+    GELU = 1
+    CLIPPED = 2
+
+
 class Stored(IntEnum):
     """How the cache has its numbers (`kv_types.py`)."""
 
@@ -92,8 +100,10 @@ OPERATION = _record(
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
     "factor",  # address of an f32, or 0
     "factor_bytes",
-    "gelu",  # 1: the gate's activation is GELU, 0: SiLU; LONE: 1: GELU, 0: the square of what is above 0
-    "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS: of the outputs'
+    "activates",  # GATED: of Gate; LONE: 1: GELU, 0: the square of what is above 0
+    "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS, EXPERTS_DOWN: of the outputs';
+    # EXPERTS_GATED: of gate's and up's, expert by expert
+    "sinks",  # MERGE: address of a softmax state for each head that is merged last, or 0
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
     "norm_bytes",  # HEADS: from one head's weights to the next one's; 0: all have the same

@@ -26,12 +26,15 @@ from engine.kernels.ir import (
     vector,
 )
 
-Source = Literal["plain", "norm", "centred", "silu", "gelu", "lone_gelu", "lone_relu2"]
+Source = Literal["plain", "norm", "centred", "silu", "gelu", "clipped", "lone_gelu", "lone_relu2"]
 """Where the values come from that `activate` quantizes."""
 SOURCES: tuple[Source, ...] = get_args(Source)
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
 """2 sqrt(2 / pi) and that times 0.044715: gelu(x) ~ x / (1 + exp(-(linear x + cubic x^3))) (Hendrycks, Gimpel 2016)."""
+
+CLIPPED_SLOPE, CLIP = 1.7020000219345093, 7.0
+"""Of the gates of gpt-oss: 1.702 as f32, and where they are cut off."""
 
 TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
@@ -137,6 +140,15 @@ def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value | None) -> V
     return b.fmul(activated, up) if up is not None else activated
 
 
+def _clipped(b: KernelBuilder, gate: Value, up: Value) -> Value:
+    """g / (1 + exp(-CLIPPED_SLOPE g)) * (u + 1) of g = gate, at most CLIP, and u = up between -CLIP and CLIP."""
+    gate = b.select(b.fcmp_ordered(">", gate, fill(VF, CLIP)), fill(VF, CLIP), gate)
+    up = b.select(b.fcmp_ordered(">", up, fill(VF, CLIP)), fill(VF, CLIP), up)
+    up = b.select(b.fcmp_ordered("<", up, fill(VF, -CLIP)), fill(VF, -CLIP), up)
+    z = b.fmul(gate, fill(VF, -CLIPPED_SLOPE))
+    return b.fmul(b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(z))), b.fadd(up, fill(VF, 1.0)))
+
+
 def _lone(b: KernelBuilder, source: Source, x: Value) -> Value:
     """gelu(x), or the square of what of x is above 0 (So et al. 2021)."""
     if source == "lone_gelu":
@@ -152,7 +164,7 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
         plain    x
         norm     x * inverse * y: y the weights, inverse the address of an f32
         centred  (x - mean) * inverse * y + bias: inverse the address of both f32 (`deviation`), the biases follow y
-        silu, gelu    the gated activation of x and y
+        silu, gelu, clipped    the gated activation of x and y
         lone_gelu, lone_relu2    the activation of x + y, where nothing is gated: y the biases
     Floats (span 1) are taken 32 at a time.
     """
@@ -179,6 +191,8 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
                     v = b.fmadd(b.fmul(b.fsub(v, mean), factor), b.read(VF, y, *at), bias)
                 elif source.startswith("lone_"):
                     v = _lone(b, source, b.fadd(v, b.read(VF, y, *at)))
+                elif source == "clipped":
+                    v = _clipped(b, v, b.read(VF, y, *at))
                 elif source != "plain":
                     v = _gated(b, source, v, b.read(VF, y, *at))
                 values.append(v)

@@ -23,7 +23,7 @@ from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_L
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
 from engine.kernels.plan import TAPS
 from engine.kernels.routing import LARGEST
-from engine.kernels.rows import GELU_CUBIC, GELU_LINEAR, TINY
+from engine.kernels.rows import CLIP, CLIPPED_SLOPE, GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
 Floats = NDArray[np.float32]
@@ -211,6 +211,15 @@ def gelu(gate: Floats, up: Floats) -> Floats:
     """gate / (1 + exp(-z)) * up with z = linear gate + cubic gate^3."""
     z = fma32(gate * gate * gate, np.float32(GELU_CUBIC), gate * np.float32(GELU_LINEAR))
     return gate / (np.float32(1) + exp(-z)) * up
+
+
+def clipped(gate: Floats, up: Floats) -> Floats:
+    """The gates of gpt-oss: g / (1 + exp(-1.702 g)) * (u + 1) of g = gate, at most 7, and u = up between -7 and 7."""
+    top = np.float32(CLIP)
+    gate = np.where(gate > top, top, gate)
+    up = np.where(up > top, top, up)
+    up = np.where(up < -top, -top, up)
+    return gate / (np.float32(1) + exp(gate * np.float32(-CLIPPED_SLOPE))) * (up + np.float32(1))
 
 
 def lone_gelu(x: Floats) -> Floats:
@@ -413,13 +422,19 @@ def finish(state: State) -> Floats:
 
 
 def attention(
-    q: Floats, keys: Floats | Halves, values: Floats | Halves, positions: Ints, window: int = 0, cap: float = 0.0
+    q: Floats,
+    keys: Floats | Halves,
+    values: Floats | Halves,
+    positions: Ints,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Floats | None = None,
 ) -> Floats:
     """[T, H, D] f32 of q [T, H, D] at `positions` [T] against keys and values [S, G, D] (`walk.attend`, `walk.merge`).
 
     A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Scores are
-    capped where there is a cap. Softmax runs in parts cut at multiples of 512 positions, merged in ascending order.
-    f16 is multiplied as integers, f32 as it is.
+    capped where there is a cap. `sinks` [H]: a score more for each head, of a value of zeros. Softmax runs in parts cut
+    at multiples of 512 positions, merged in ascending order. f16 is multiplied as integers, f32 as it is.
     """
     dot, add = (fixed_scores, fixed_weigh) if keys.dtype == np.float16 else (scores, weigh)
     T, H, _ = q.shape
@@ -440,6 +455,8 @@ def attention(
         part = State(peak, total, add(weights[..., : end - start], v[:, start:end], np.zeros_like(q[some])))
         merged = merge(State(state.peak[some], state.total[some], state.values[some]), part)
         state.peak[some], state.total[some], state.values[some] = merged.peak, merged.total, merged.values
+    if sinks is not None:
+        state = merge(state, State(np.broadcast_to(sinks, (T, H)), np.ones((T, H), np.float32), np.zeros_like(q)))
     return finish(state)
 
 

@@ -33,7 +33,7 @@ from engine.kernels.plan import (
     SPLIT_ROWS,
     TAPS,
 )
-from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Op, Stored
+from engine.kernels.program import ACTIVATION, CONTEXT, MATRIX, OPERATION, Gate, Op, Stored
 from engine.kernels.target import Target
 
 SPINS = 20_000
@@ -208,7 +208,7 @@ def _activation(source: str) -> Any:
 
 
 activate_plain, activate_norm, activate_centred = map(_activation, ("plain", "norm", "centred"))
-activate_silu, activate_gelu = map(_activation, ("silu", "gelu"))
+activate_silu, activate_gelu, activate_clipped = map(_activation, ("silu", "gelu", "clipped"))
 activate_lone_gelu, activate_lone_relu2 = map(_activation, ("lone_gelu", "lone_relu2"))
 
 
@@ -324,9 +324,15 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
         multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
         multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
         for j in range(count):
+            if op.bias:
+                biases = op.bias + 4 * (2 * expert * result.num_values + strip * unit)
+                add_vector(buffer + j * row_bytes, biases, unit)
+                add_vector(buffer + j * row_bytes + 4 * unit, biases + 4 * result.num_values, unit)
             x = buffer + j * row_bytes - strip * unit * 4
-            if op.gelu:
+            if op.activates == Gate.GELU:
                 activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+            elif op.activates == Gate.CLIPPED:
+                activate_clipped(result, r + j, x, x + 4 * unit, 0, strip, 1)
             else:
                 activate_silu(result, r + j, x, x + 4 * unit, 0, strip, 1)
         r += step
@@ -365,7 +371,7 @@ def lone(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
         multiply(matrix, act, first, first + unit // 16, r, buffer - first * LINE, row_bytes, 0, count)
         for j in range(count):
             x = buffer + j * row_bytes - strip * unit * 4
-            if op.gelu:
+            if op.activates:
                 activate_lone_gelu(result, r + j, x, op.bias, 0, strip, 1)
             else:
                 activate_lone_relu2(result, r + j, x, op.bias, 0, strip, 1)
@@ -452,6 +458,8 @@ def experts_down(c: Record, op: Record, tid: int, low: int, high: int) -> None:
                 start, row_bytes = buffer - first * LINE, groups * LINE
                 multiply(matrix, act, first, first + groups, s, start, row_bytes, 0, count)
                 for j in range(count):
+                    if op.bias:
+                        add_vector(buffer + j * row_bytes, op.bias + 4 * (e * c.hidden + g * 16), groups * 16)
                     out = op.out + int32_at(c.slot_rows + 4 * (s + j)) * op.out_bytes + g * LINE
                     add_scaled(buffer + j * row_bytes, c.slot_weights + 4 * (s + j), out, groups * 16)
                 s += count
@@ -688,6 +696,8 @@ def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
                 state += first * state_bytes
                 for part in range(1, position // PART + 1 - first):
                     merge_state(state, state + part * state_bytes, dim)
+            if op.sinks:
+                merge_state(state, op.sinks + h * state_bytes, dim)
             finish_state(state, out + h * dim * 4, dim)
             if op.gate:
                 gate_vector(out + h * dim * 4, c.qkv + r * c.qkv_bytes + op.gate + h * dim * 4, dim)
