@@ -648,6 +648,8 @@ class _Reader:
         sections = self._value("rope.dimension_sections")
         if sections is None:
             return True
+        if not isinstance(sections, (list, np.ndarray)):
+            raise self._bad("rope.dimension_sections", "is not a list")
         pairs = self.integer("rope.dimension_count", 0, least=0, most=MAX_WIDTH) // 2
         return len(sections) >= 3 and all(n < 3 * sections[n % 3] for n in range(pairs))
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from test_forward import Runner, tokens
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
+from engine.arch import ARCHITECTURES as ARCHITECTURE_ROWS
 from engine.errors import GoinferError
 from engine.gguf_file import open_gguf
-from engine.kv_cache import KVPool
 from engine.model import Model
 
 SIZES: dict[str, Any] = {
@@ -59,11 +59,16 @@ ODD_VALUES = st.one_of(
 )
 
 
+def sizes(architecture: Architecture) -> dict[str, Any]:
+    """Enough layers for one of each kind."""
+    return {**SIZES, "num_layers": 4 if ARCHITECTURE_ROWS[architecture].is_recurrent else 2}
+
+
 @cache
 def keys_of(architecture: Architecture) -> list[str]:
     """The keys under the architecture's name in its tiny model, and those it may have."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_model(Path(folder) / "tiny.gguf", architecture, **SIZES)
+        path = write_tiny_model(Path(folder) / "tiny.gguf", architecture, **sizes(architecture))
         with open_gguf(path) as gguf:
             own = [key for key in gguf.metadata if key.startswith(f"{architecture}.")]
     return list(dict.fromkeys([*own, *(f"{architecture}.{key}" for key in MORE_KEYS)]))
@@ -81,9 +86,7 @@ def runs_or_is_refused(path: Path) -> bool:
         assert len(said) < 400, said
         return False
     try:
-        pool = KVPool(model.kv_block_bytes, 4)
-        model.bind_pool(pool)
-        runner = Runner(model, pool)
+        runner = Runner(model, model.new_pool(4, 3, 2))
         runner.step((runner.table(), tokens(12)))
     finally:
         model.close()
@@ -104,7 +107,9 @@ def test_odd_metadata_runs_or_is_refused_with_one_line(architecture: Architectur
     keys = data.draw(st.lists(st.sampled_from(keys_of(architecture)), min_size=1, max_size=3, unique=True))
     metadata = {key: data.draw(ODD_VALUES, key) for key in keys}
     with tempfile.TemporaryDirectory() as folder:
-        runs_or_is_refused(write_tiny_model(Path(folder) / "odd.gguf", architecture, metadata=metadata, **SIZES))
+        runs_or_is_refused(
+            write_tiny_model(Path(folder) / "odd.gguf", architecture, metadata=metadata, **sizes(architecture))
+        )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -112,23 +117,29 @@ def test_a_size_that_is_missing_or_off_by_one_is_named(architecture: Architectur
     # With experts a file may name their size alone.
     ffn = [] if f"{architecture}.expert_feed_forward_length" in keys_of(architecture) else ["feed_forward_length"]
     for key in ("block_count", "embedding_length", "attention.head_count", *ffn):
-        path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": None}, **SIZES)
+        path = write_tiny_model(
+            tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": None}, **sizes(architecture)
+        )
         with open_gguf(path) as gguf, pytest.raises(GoinferError, match=f"{architecture}.{key} is missing"):
             Model.load(gguf)
     for key, value in (("embedding_length", 64), ("attention.head_count", 4), *((name, 64) for name in ffn)):
-        path = write_tiny_model(tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": value}, **SIZES)
+        path = write_tiny_model(
+            tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": value}, **sizes(architecture)
+        )
         with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"m\.gguf"):
             Model.load(gguf)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_tensor_that_is_missing_is_named(architecture: Architecture, tmp_path: Path) -> None:
-    with open_gguf(write_tiny_model(tmp_path / "whole.gguf", architecture, **SIZES)) as gguf:
-        names = [n for n in gguf.tensors if n.startswith("blk.1.") and n.endswith(".weight") and "_norm" not in n]
+    with open_gguf(write_tiny_model(tmp_path / "whole.gguf", architecture, **sizes(architecture))) as gguf:
+        names = [
+            n for n in gguf.tensors if n.startswith(("blk.1.", "blk.3.")) and n.endswith(".weight") and "_norm" not in n
+        ]
     assert len(names) >= 4
     for name in names:
-        path = write_tiny_model(tmp_path / "less.gguf", architecture, tensors={name: None}, **SIZES)
-        with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"less\.gguf: tensor blk\.1\.\w+\.weight"):
+        path = write_tiny_model(tmp_path / "less.gguf", architecture, tensors={name: None}, **sizes(architecture))
+        with open_gguf(path) as gguf, pytest.raises(GoinferError, match=r"less\.gguf: tensor blk\.[13]\.\w+\.weight"):
             Model.load(gguf)
 
 

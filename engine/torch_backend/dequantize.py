@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.quant import IQ4_VALUES, TensorType, block_shape
+from engine.quant import IQ4_VALUES, MXFP4_VALUES, TensorType, block_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,14 @@ def _q6_k(b: Tensor) -> _Parts:
     return _Parts(q - 32, _half(b, 208), _signed(b[..., 192:208]))
 
 
+def _mxfp4(b: Tensor) -> _Parts:
+    codes = _fields(b[..., 1:], 4, 16).long()
+    exponent = b[..., 0].to(torch.int32)
+    # 2**(exponent - 128): the first two are subnormal.
+    bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), (exponent - 1) << 23)
+    return _Parts(torch.tensor(MXFP4_VALUES, dtype=torch.int16, device=b.device)[codes], bits.view(torch.float32))
+
+
 def _iq4_xs(b: Tensor) -> _Parts:
     scales = _fields(b[..., 4:8], 4, 1) | (_fields(b[..., 2:4], 2, 1) << 4)
     return _Parts(_iq4(b[..., 8:]), _half(b, 0), scales - 32)
@@ -101,6 +109,7 @@ _PARTS: Final[Mapping[TensorType, Callable[[Tensor], _Parts]]] = MappingProxyTyp
         TensorType.Q6_K: _q6_k,
         TensorType.IQ4_NL: lambda b: _Parts(_iq4(b[..., 2:]), _half(b, 0)),
         TensorType.IQ4_XS: _iq4_xs,
+        TensorType.MXFP4: _mxfp4,
     }
 )
 
