@@ -36,6 +36,18 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
+def _check_addresses(gguf: GGUFFile, num_bytes: int) -> None:
+    """Raise OutOfMemoryError if a file of this size cannot be mapped, before it is written."""
+    try:
+        if hasattr(mmap, "PROT_READ"):
+            mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ, **_PRIVATE).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfMemoryError(
+            f"{gguf.path.name}: its weights, {num_bytes / 1e9:.1f} GB, cannot be mapped: {error}; a limit on address "
+            "space (ulimit -v) counts what is mapped too"
+        ) from error
+
+
 class Matrix:
     """A weight matrix [num_rows, num_columns], or one for each of `count` experts, one after the other: where its
     groups lie and in which format."""
@@ -116,6 +128,7 @@ class Weights:
             key = giw_file.key_of(gguf.content_hash(), places)
         kept = giw_file.open_kept(key, total, threads, whole=not from_disk) if key else None
         if kept is None and from_disk:
+            _check_addresses(gguf, total)
             kept = self._written(gguf, matrices, threads, progress, key, total)
         if kept is not None:
             self.memory = kept

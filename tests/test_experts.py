@@ -12,7 +12,9 @@ from kernel_calls import assert_same_bits
 from test_forward import running, tokens
 from tiny_models import write_tiny_model
 
+import engine
 from engine import model_twin
+from engine.api import SamplingParams
 from engine.arch import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import open_gguf
@@ -152,6 +154,19 @@ def test_weights_of_experts_are_scaled_where_the_file_says_so(write: Write) -> N
     assert config.experts is not None
     assert config.experts.scale == 2.5
     assert_is_the_numpy_step_in_any_chunks(path, 20)
+
+
+def test_guesses_reuse_and_threads_change_no_word_of_a_reply(write: Write) -> None:
+    path = write(num_layers=1, seed=3)
+    greedy, words = SamplingParams(temperature=0), "one two three one two three one two"
+    found = []
+    for threads, speculation in ((1, "off"), (2, "ngram")):
+        with engine.load(path, threads=threads, speculation=speculation, context_size=512) as loaded:
+            first = loaded.chat(words, max_tokens=30, sampling=greedy)
+            again = loaded.chat(words, max_tokens=30, sampling=greedy)
+            assert again.stats.prefill_reused_tokens
+            found += [first.ids, again.ids]
+    assert all(ids == found[0] for ids in found)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def from_disk(path: Path) -> np.ndarray:
         return runner.step((runner.table(), tokens(40)))
 
 
+def in_a_process(code: str, *args: Path) -> str:
+    """What it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 # ---------------------------------------------------------------- what is planned
 def test_a_model_that_does_not_fit_is_refused_and_the_way_out_is_named() -> None:
     with pytest.raises(OutOfMemoryError, match="or run it from the disk, slowly: --from-disk"):
@@ -192,6 +204,34 @@ def test_a_model_that_takes_most_of_what_is_free_is_mapped_where_the_disk_has_ro
     assert replies[0] == replies[1]
 
 
+_MAP = """
+import resource, sys
+from pathlib import Path
+from engine import giw_file
+from engine.errors import OutOfMemoryError
+from engine.gguf_file import open_gguf
+from engine.model import Model
+
+giw_file.folder = lambda: Path(sys.argv[2])
+gguf = open_gguf(Path(sys.argv[1]))
+Model.load(gguf, threads=1, max_positions=64, max_rows=4).close()  # what code needs is mapped
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, used + 20_000_000))
+try:
+    Model.load(gguf, threads=1, max_positions=64, max_rows=4, from_disk=True)
+except OutOfMemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_a_limit_on_addresses_is_said_before_the_file_is_written(mixture: Path, folder: Path) -> None:
+    done = in_a_process(_MAP, mixture, folder)
+    assert "cannot be mapped" in done
+    assert "ulimit -v" in done
+    assert not list(folder.glob("*"))
+
+
 _MEASURE = """
 import sys
 from pathlib import Path
@@ -225,14 +265,7 @@ print(private() - before, mapped(), model.weight_bytes)
 def test_a_token_needs_little_of_the_weights_in_memory(mixture: Path, folder: Path) -> None:
     """At the start that writes the file too: what is private stays small, and what is mapped is what was touched."""
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", _MEASURE, str(mixture), str(folder)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        private, mapped, whole = map(int, done.stdout.split())
+        private, mapped, whole = map(int, in_a_process(_MEASURE, mixture, folder).split())
         assert whole > 45e6
         assert private < 0.4 * whole
         assert mapped < 0.6 * whole

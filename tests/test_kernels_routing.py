@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kernel_calls import TARGETS, assert_same_bits, kernels
 
+from engine.arch import MAX_EXPERTS
 from engine.kernels import twins
 from engine.kernels.routing import MOST_EXPERTS
 
@@ -22,6 +23,10 @@ def chosen_by(target: str, logits: np.ndarray, used: int, of_chosen: bool, scale
         factor = np.array([scale], np.float32)
         kernels(target).call("choose", row, logits.shape[1], used, int(of_chosen), factor, of_ids, of_weights)
     return ids, weights
+
+
+def test_no_file_has_more_experts_than_the_kernel_has_room_for() -> None:
+    assert MAX_EXPERTS <= MOST_EXPERTS
 
 
 @every_target
