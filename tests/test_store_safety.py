@@ -181,6 +181,32 @@ def test_a_second_process_is_told_who_has_the_conversation_and_a_killed_one_has_
         assert words(store.path(id)) == ["one", "1", "three", "3"]
 
 
+def test_a_process_that_has_ended_is_not_named_as_the_one_that_goes_on(store: Store, folder: Path) -> None:
+    """Between taking the lock and saying so, the store still names whoever went on before."""
+    id = kept(store, ("one", "1"), name="work")
+    ended = run_code("", folder)
+    ended.communicate()
+    other = "import os\nlock = Store(folder)._held(store_id)\nprint('held', flush=True)\ntime.sleep(60)"
+    process = run_code(other.replace("store_id", repr(id)), folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+
+    def name(pid: int) -> None:
+        with store._database.writing() as connection:
+            connection.execute("UPDATE conversations SET holder = ?", (pid,))
+
+    name(ended.pid)
+    with pytest.raises(ConversationInUseError, match="open in another process;"):
+        store.open(id)
+    said = threading.Timer(0.05, name, (process.pid,))
+    said.start()
+    with pytest.raises(ConversationInUseError, match=rf"open in another process \(pid {process.pid}\)"):
+        store.open(id)
+    said.join()
+    process.kill()
+    process.communicate()
+
+
 def test_one_program_does_not_open_a_conversation_twice(store: Store) -> None:
     with store.create(name="work") as live, pytest.raises(ConversationInUseError, match="already open in this program"):
         store.open(live.id)

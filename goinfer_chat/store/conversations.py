@@ -334,10 +334,22 @@ class Store:
         lock = self._lock(id)
         conversation = self.get(id)
         if not lock.acquire():
-            with self._database.reading() as connection:
-                pid = queries.holder(connection, id)
+            pid = self._holder(id)
             raise ConversationInUseError(conversation.name or id, pid, ours=pid == os.getpid())
         return lock
+
+    def _holder(self, id: str) -> int | None:
+        """Who goes on with a conversation; None where that does not come out.
+
+        It is written down when the lock has been taken. Until then, what is there names a process that has ended.
+        """
+        for _ in range(10):
+            with self._database.reading() as connection:
+                pid = queries.holder(connection, id)
+            if pid is not None and _runs(pid):
+                return pid
+            time.sleep(0.02)
+        return None
 
     def _live(self, id: str, lock: Lock, recovered: Sequence[StoredMessage] = ()) -> LiveConversation:
         return LiveConversation(
@@ -408,3 +420,16 @@ def _snippet(text: str, terms: Iterable[str]) -> tuple[str, tuple[int, int] | No
 def _one_line(text: str, *, keep_end: bool = False) -> str:
     line = re.sub(r"\s+", " ", text)
     return line if keep_end else line.strip()
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, whoever owns it; not asked where asking would send it Ctrl-C."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
