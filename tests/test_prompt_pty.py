@@ -6,6 +6,7 @@ The engine logs the message it got, so a test sees exactly what was sent.
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 import termios
@@ -18,7 +19,8 @@ import pytest
 from pty_terminal import Terminal
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
-CTRL_C, CTRL_D, CTRL_J, CTRL_R, ENTER, ESCAPE, UP = "\x03", "\x04", "\n", "\x12", "\r", "\x1b", "\x1b[A"
+CTRL_C, CTRL_D, CTRL_J, CTRL_R, ENTER, ESCAPE = "\x03", "\x04", "\n", "\x12", "\r", "\x1b"
+UP, RIGHT = "\x1b[A", "\x1b[C"
 PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
 F1, F4 = "\x1bOP", "\x1bOS"
 REPLY = {"pieces": ["ok"]}
@@ -167,6 +169,25 @@ def test_what_was_sent_is_found_in_later_sessions_by_up_and_by_search(start: Sta
     terminal.send("/delete the first question" + ENTER)
     terminal.wait("Deleted")
     assert "first" not in file.read_text()
+
+
+def test_a_line_that_began_so_is_shown_dim_and_right_takes_it(start: Start) -> None:
+    terminal = start()
+    terminal.send("the first question" + ENTER)
+    assert sent(terminal) == "the first question"
+    terminal.wait_for_prompt()
+    terminal.send("the f")
+    terminal.wait(lambda: terminal.lines[-1] == "> the first question")
+    assert re.search(r"\x1b\[0;(39;)?2mirst question", terminal.raw)
+    terminal.send(RIGHT + ENTER)
+    assert sent(terminal) == "the first question"
+    terminal.send("the f" + ENTER)
+    assert sent(terminal) == "the f"
+    terminal = start(env={"NO_COLOR": "1"})
+    terminal.send("the")
+    terminal.wait("> the")
+    terminal.settle(0.3)
+    assert terminal.lines[-1] == "> the"
 
 
 def test_a_chat_that_keeps_nothing_keeps_no_history(start: Start, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -69,6 +70,7 @@ class LineEditor:
             source = create_input()
             mend_pasting(source)
             self._session: PromptSession[str] = PromptSession(
+                auto_suggest=AutoSuggestFromHistory() if screen.colour and not agent.settings.plain else None,
                 input=source,
                 output=Screen.on(screen),
                 completer=Completions(agent),

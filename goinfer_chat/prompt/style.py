@@ -8,6 +8,7 @@ from prompt_toolkit.styles import Style
 
 STYLE: Final = Style.from_dict(
     {
+        "auto-suggestion": "fg:default dim",
         "bottom-toolbar": "noreverse dim",
         "bottom-toolbar.key": "noreverse nodim bold",
         "bottom-toolbar.text": "noreverse dim",

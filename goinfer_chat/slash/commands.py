@@ -69,7 +69,7 @@ def build_registry() -> Registry:
     registry = Registry(
         [
             _help(lambda: registry),
-            Command(name="quit", help="End the program; so does Ctrl-D.", run=_quit, aliases=("exit",)),
+            Command(name="quit", help="End the program; so does Ctrl-D.", run=_quit, aliases=("exit", "bye")),
             *CONVERSATION_COMMANDS,
             *MESSAGE_COMMANDS,
             *TOOL_COMMANDS,

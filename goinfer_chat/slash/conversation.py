@@ -228,7 +228,7 @@ CONVERSATION_COMMANDS: Final = (
         help="Begin a new conversation; a kept one stays.",
         run=_new,
         costs=_cost_of_new,
-        aliases=("reset",),
+        aliases=("reset", "clear"),
     ),
     Command(
         name="sessions",
