@@ -83,7 +83,7 @@ def kill_often(tmp_path: Path, times: int, seed: int = 0) -> None:
 
 
 def test_a_program_killed_at_any_moment_has_kept_what_it_said_was_saved(tmp_path: Path) -> None:
-    kill_often(tmp_path, 3)
+    kill_often(tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_program_that_was_stopped_goes_on_where_it_was(model: Path, environ: d
         assert process.returncode == 0
         return said
 
-    assert answers(8) == answers(0)
+    assert answers(5) == answers(0)
 
 
 # -- memory, open files, the clock -------------------------------------------------------------------------------------
@@ -120,18 +120,18 @@ def test_a_program_that_was_stopped_goes_on_where_it_was(model: Path, environ: d
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a limit on address space is not obeyed")
 def test_a_limit_on_memory_ends_in_a_reply_or_in_one_line(program: Callable[..., Done]) -> None:
     replies = 0
-    for megabytes in (250, 500, 700, 900, 1100, 2500):
+    for megabytes in (300, 700, 2500):
         # A thread of OpenBLAS for each CPU would reserve addresses that nothing here uses.
         done = program("--quiet", limits={resource.RLIMIT_AS: megabytes * 10**6}, OPENBLAS_NUM_THREADS="1")
         replies += done.returncode == 0
         if done.returncode:
             assert_one_line(done, 1, 3)
-    assert 0 < replies < 6
+    assert 0 < replies < 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fewer files than these stop Python itself elsewhere")
 def test_few_open_files_end_in_a_reply_or_in_one_line(program: Callable[..., Done], tmp_path: Path) -> None:
-    for files in (6, 8, 12, 16, 24):
+    for files in (6, 12, 24):
         done = program("--quiet", "--save", f"with {files}", limits={resource.RLIMIT_NOFILE: files})
         if done.returncode:
             assert_one_line(done, 1, 3)
@@ -145,7 +145,7 @@ def test_a_file_may_not_grow_and_the_words_that_were_saved_stay(program: Callabl
     """As a quota does it: the system refuses to make a file larger."""
     said = program("--save", "work", stdin="first\nsecond\n")
     assert said.returncode == 0
-    for limit in (0, 4096, 60_000, 100_000):
+    for limit in (0, 60_000):
         done = program("--resume", "work", stdin="third\n", limits={resource.RLIMIT_FSIZE: limit})
         assert "Traceback" not in done.stderr
         assert done.returncode in (0, 1), done.stderr
@@ -221,7 +221,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(
         export GOINFER_CHAT_SESSION_DIR={disk}/s
         printf 'one\\ntwo\\n' | {chat} --save work > {tmp_path}/first || exit 9
         dd if=/dev/zero of={disk}/filling bs=4k 2> {tmp_path}/dd
-        for n in 1 2 3 4; do printf 'more\\nand more\\n' | {chat} --resume work; echo "code $?"; done
+        for n in 1 2; do printf 'more\\nand more\\n' | {chat} --resume work; echo "code $?"; done
         rm {disk}/filling
         printf 'last\\n' | {chat} --resume work || exit 8
         "{sys.executable}" -c '{LOOK}' {disk}/s

@@ -74,7 +74,7 @@ def test_links_that_change_all_the_time_never_lead_out(call: Callable[..., ToolR
     thread.start()
     seen = []
     try:
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 1
         while time.monotonic() < until:
             for path in ("place/a.txt", "a.txt"):
                 seen.append(call("read_file", path=path))
@@ -225,15 +225,16 @@ def test_an_import_takes_no_ids_and_no_cache_unless_it_is_told_to(tmp_path: Path
 
 
 def test_no_secret_is_in_any_output_or_file(tmp_path: Path, project: Path) -> None:
-    """Keys of everything in the environment and a key file; then chats, tools, exports, lists, errors, settings."""
+    """Keys of everything in the environment; then chats, tools, exports, lists, errors, settings."""
     home = tmp_path / "home"
     home.mkdir()
     names = ["GOINFER_CHAT_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GOINFER_CHAT_", "XDG_"))}
-    env = environ | dict.fromkeys(names, SECRET) | {"HOME": str(home), "GOINFER_CHAT_DEBUG": "1"}
+    env = environ | dict.fromkeys(names, SECRET) | {"HOME": str(home), "GOINFER_CHAT_DEBUG": "1", "HF_HUB_OFFLINE": "1"}
     env["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # of compiled kernels
     config = home / ".config/goinfer-chat"
     config.mkdir(parents=True)
+    (project / "a").write_text("a file\n")
     (config / "config.toml").write_text('[mcp.dead]\ncommand = ["no-such-server"]\nenv = { API_KEY = "$MY_TOKEN" }\n')
     calls = [
         {"name": "run_command", "arguments": {"command": "env"}},
@@ -247,24 +248,20 @@ def test_no_secret_is_in_any_output_or_file(tmp_path: Path, project: Path) -> No
     real = [sys.executable, "-m", "goinfer_chat"]
     agent = ["agent", "look", "--yes", "--root", str(project), "--save", "work"]
     runs = [
+        [*scripted, *agent, "--json", "--events", "--config", "none"],
         [*scripted, *agent],
-        [*scripted, *agent[:-1], "other", "--json", "--config", "none"],
-        [*scripted, "run", "hi", "--events", "--config", "none"],
+        [*scripted, "run", "hi", "--tools", "on", "--yes", "--json", "--config", "none"],
         [*real, "run", "hi", "--model", str(tiny), "--max-tokens", "2", "--json"],
         [*real, "run", "hi", "--model", "remote-model", "--backend", "remote", "--base-url", "http://127.0.0.1:9/v1"],
         [*real, "run", "hi", "--model", "hf:no/such"],
         [*real, "serve", "--host", "0.0.0.0", "--port", "99999", "--model", str(tiny)],
-        [*real, "sessions", "list", "--json"],
         [*real, "sessions", "show", "work", "--json"],
-        [*real, "sessions", "export", "other", "--format", "json"],
+        [*real, "sessions", "export", "work", "--format", "json"],
         [*real, "config", "show"],
-        [*real, "models"],
     ]
     ended = []
     for command in runs:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60, input=""
-        )
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, input="")
         ended.append(done.returncode)
         assert SECRET not in done.stdout + done.stderr, command
     assert ended.count(0) >= 5, ended
