@@ -156,6 +156,19 @@ def test_a_file_may_not_grow_and_the_words_that_were_saved_stay(program: Callabl
     assert program("--resume", "work", stdin="fourth\n").returncode == 0
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut to 60 %", "counts without end"])
+def test_a_damaged_model_is_one_line_and_code_3(
+    program: Callable[..., Done], model: Path, tmp_path: Path, damage: str
+) -> None:
+    raw = model.read_bytes()
+    bad = tmp_path / "bad.gguf"
+    endless = raw[:16] + b"\xff" * 8 + raw[24:]
+    bad.write_bytes({"empty": b"", "cut to 60 %": raw[: len(raw) * 6 // 10]}.get(damage, endless))
+    done = program("--model", str(bad))
+    assert_one_line(done, 3)
+    assert "bad.gguf" in done.stderr
+
+
 CLOCK = """
 import random, sys, time
 real, rng, offset = time.time, random.Random(5), [0.0]
