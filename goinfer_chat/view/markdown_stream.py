@@ -75,7 +75,7 @@ class MarkdownStream:
         self._highlighters: dict[int, Highlighter] = {}
 
     def push(self, text: str) -> None:
-        self._source += text
+        self._source += text.replace("\r", "")  # which the parser would take for the end of a line, and we would not
 
     def take(self, columns: int) -> list[Line]:
         complete = self._source[: self._source.rfind("\n") + 1]
