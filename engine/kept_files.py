@@ -31,6 +31,7 @@ from engine.kv_folder import (
     make_room,
     path_of,
 )
+from engine.kv_layout import speed_key
 from engine.prefill_speed import PrefillSpeed
 from engine.sessions import Sessions, common_start
 
@@ -82,7 +83,7 @@ class KeptFiles:
         self._reloaded: dict[str, Restored] = {}  # not asked for since the start
         self._refused: dict[str, str] = {}  # why there is no file, where that has been said
         self._unsaved: set[str] = set()
-        self._speed = PrefillSpeed(folder, identity.model.hex())
+        self._speed = PrefillSpeed(folder, speed_key(identity))
         sessions.evicted = self._evicted
 
     def reload(self, max_conversations: int, max_positions: int) -> Reloaded:
@@ -146,7 +147,7 @@ class KeptFiles:
                 problem = _OF_NO_USE
             if turn.restored is not None:
                 num_ready = common_start(file.ids, prompt_ids, len(table)) if file.ids else len(table)
-                turn.say(self._resume_line(turn.restored, num_ready, problem))
+                turn.say(self._resume_line(turn.restored, num_ready, _together(problem, _of_another(file, table))))
             elif problem and not warm:
                 turn.say(f"not resumed: {problem}")
         elif file != self._refused.get(conversation):
@@ -368,6 +369,17 @@ class KeptTurn:
             restored_tokens=None if restored is None else restored.num_tokens,
             kv_saved_bytes=self._num_bytes,
         )
+
+
+def _of_another(file: KVFile, table: BlockTable) -> str | None:
+    """What is said of K/V that another backend computed."""
+    if file.maker is None or not table.adopted:
+        return None
+    return f"computed by {file.maker}, so words may differ from those of a prompt that is read here"
+
+
+def _together(*texts: str | None) -> str | None:
+    return "; ".join(text for text in texts if text) or None
 
 
 def _goes_on(file: KVFile) -> bool:

@@ -31,6 +31,8 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_known = 0
         """Positions that the table was last asked to keep: more than its length where their state is not kept."""
+        self.adopted = False
+        """Some of its K/V are another backend's, which a prompt read here would not have given bit for bit."""
         self.state = RunningState(pool.states) if pool.states is not None else None
         self._pool = pool
 
@@ -103,6 +105,7 @@ class BlockTable:
         if self.state is not None:
             length = self.state.cut(length)
         del self.ids[length:]
+        self.adopted = self.adopted and length > 0
         for block in self.blocks[blocks_for(length) :]:
             self._pool.release(block)
         del self.blocks[blocks_for(length) :]
@@ -119,6 +122,7 @@ class BlockTable:
         if self.state is not None and twin.state is not None:
             length = twin.state.share(self.state, length)
         twin.ids = self.ids[:length]
+        twin.adopted = self.adopted and length > 0
         twin.blocks = self.blocks[: blocks_for(length)]
         for block in twin.blocks:
             self._pool.share(block)

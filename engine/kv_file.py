@@ -24,7 +24,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +47,7 @@ from engine.kv_folder import (
     temporary_of,
     unlock,
 )
-from engine.kv_layout import MAX_HEADER_BYTES, HeaderError, Identity, KVLayout, pack_header, read_header
+from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, pack_header, read_header
 
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
 
@@ -246,7 +246,10 @@ class KVFile:
         self.problem: str | None = None
         """Why the file, or a part of it, cannot be used: one line for people. `restore` may find more damage."""
         self._descriptor = descriptor
+        self.maker: str | None = None
+        """Which other backend computed the K/V that the file had when it was opened; None: this one."""
         self._other: Identity | None = None  # of the K/V in a file that is of no use here, and may be elsewhere
+        self._numerics = identity.numerics_version  # of the log
         self._log: _Log | None = None  # None: the next save writes a new file
         self._closed = False
         self._paused: tuple[int, int] | None = None
@@ -301,6 +304,7 @@ class KVFile:
         good = length if num_good == len(pieces) else max(first, pieces[num_good].start)
         table.append(self.ids[first:good])
         table.truncate(good)
+        table.adopted = table.adopted or (self._numerics != self.identity.numerics_version and good > first)
         if good < length:
             log.drop(good)
             self._damaged()
@@ -329,7 +333,7 @@ class KVFile:
             if not log.check(common_start(log.ids, table.ids)):
                 self._damaged()
             keep = common_start(log.ids, table.ids)
-            if self._worth_rewriting(log, len(table), keep):
+            if self._numerics != self._numerics_of(table) or self._worth_rewriting(log, len(table), keep):
                 return self._rewrite(table, pool)
             return self._append(log, table, pool, keep, sync)
         except OSError as error:
@@ -380,6 +384,9 @@ class KVFile:
         if mismatch:
             self._other = identity
             raise HeaderError(mismatch)
+        if identity.numerics_version != self.identity.numerics_version:
+            self.maker = identity.maker
+        self._numerics = identity.numerics_version
         log = _Log(descriptor, identity.layout, header)
         whole = log.read_heads()
         self._log = log
@@ -454,7 +461,8 @@ class KVFile:
             if self._descriptor is None:
                 # No file when it was looked for; if there is one by now, its owner must not lose it.
                 self._descriptor = open_locked(self.path)
-            log = _Log.create(descriptor, self.identity)
+            numerics = self._numerics_of(table)
+            log = _Log.create(descriptor, replace(self.identity, numerics_version=numerics))
             self._add(log, table, pool)
             os.fsync(descriptor)
             if self._other is not None and self._other.numerics_version == self.identity.numerics_version:
@@ -467,8 +475,11 @@ class KVFile:
             os.close(descriptor)
             raise
         self._let_go()
-        self._descriptor, self._log = descriptor, log
+        self._descriptor, self._log, self._numerics = descriptor, log, numerics
         return Saved(log.end, len(table), rewritten=True)
+
+    def _numerics_of(self, table: BlockTable) -> int:
+        return SEVERAL if table.adopted else self.identity.numerics_version
 
     def _add(self, log: _Log, table: BlockTable, pool: KVPool) -> None:
         """Append what a log, which holds a start of the table, does not hold of it."""

@@ -31,6 +31,10 @@ MAKERS = ("the cpu backend", "torch, cpu", "torch, cuda", "torch, mps")
 """What computes K and V, by number: the highest byte of `Identity.numerics_version`."""
 
 
+SEVERAL = 0xFF << 24
+"""The numerics of K/V of which more than one maker computed some."""
+
+
 def numerics_of(maker: int, version: int) -> int:
     """The number of a maker's numerics. Of torch the version is a fingerprint of all that may change bits."""
     assert 0 <= version < 1 << 24
@@ -139,12 +143,21 @@ class Identity:
         assert len(self.kv_type) <= 8
 
     @property
+    def maker(self) -> str:
+        """What computed it, for people."""
+        maker = self.numerics_version >> 24
+        return MAKERS[maker] if maker < len(MAKERS) else "more than one backend"
+
+    @property
     def key(self) -> str:
         """16 hexadecimal digits, others for every other identity."""
         return hashlib.sha256(pack_header(self, bytes(16))).hexdigest()[:16]
 
     def mismatch(self, mine: Identity) -> str | None:
-        """Why K/V with this identity are of no use where `mine` is in use, or None if they are."""
+        """Why K/V with this identity are of no use where `mine` is in use, or None if they are.
+
+        What another backend computed is of use: it differs by rounding, not by what it means.
+        """
         if self.model != mine.model:
             return "made with another model"
         if self.architecture != mine.architecture:
@@ -155,9 +168,18 @@ class Identity:
             return f"made with another KV type, {self.kv_type}, and {mine.kv_type} is in use"
         if self.layout != mine.layout:
             return "its blocks are laid out differently"
-        if self.numerics_version != mine.numerics_version:
+        if (
+            self.numerics_version != mine.numerics_version
+            and max(self.numerics_version, mine.numerics_version) < 1 << 24
+        ):
             return f"made with version {self.numerics_version} of the numerics, and this is {mine.numerics_version}"
         return None
+
+
+def speed_key(identity: Identity) -> str:
+    """What the speed of reading prompts is remembered under: that of each backend is its own."""
+    maker = identity.numerics_version >> 24
+    return identity.model.hex() + (f" {MAKERS[maker]}" if 0 < maker < len(MAKERS) else "")
 
 
 class HeaderError(Exception):

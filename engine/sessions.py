@@ -58,7 +58,7 @@ class Sessions:
 
     def known_start(self, ids: Sequence[int], limit: int, without: str | None = None) -> int:
         """How many of the first `limit` ids `begin` would find in memory, did it not have that one conversation."""
-        tables = (table for name, table in self._tables.items() if name != without)
+        tables = (table for name, table in self._tables.items() if name != without and not table.adopted)
         return max((table.reach(common_start(table.ids, ids, limit)) for table in tables), default=0)
 
     def preload(self, conversation: str, ids: Sequence[int]) -> BlockTable:
@@ -80,6 +80,8 @@ class Sessions:
         known = common_start(own.ids, ids, limit)
         length, source = own.reach(known), own
         for table in self._tables.values():
+            if table.adopted:
+                continue  # what another backend computed stays in the conversation that came with it
             start = common_start(table.ids, ids, limit)
             if table.reach(start) > length:
                 length, source = table.reach(start), table

@@ -29,13 +29,13 @@ from goinfer_chat.view.render import to_json
 POSITIONS: Final = 560
 """Read of a text: beyond the first part of 512 positions."""
 LEAST_POSITIONS: Final = 96
-WORK: Final = 1.2e12
-"""Products that the reference may take: about a minute on a few cores. A large model reads fewer positions."""
+WORK: Final = 4e11
+"""Products that reading may take: seconds on a few cores, ten times in all. A large model reads fewer positions."""
 EVERY: Final = 16
 """Logits of every so many positions are compared."""
-REPLY_TOKENS: Final = 24
+REPLY_TOKENS: Final = 16
 
-BOUNDS: Final = {"cpu": (0.08, 0.05), "torch": (0.02, 0.005)}
+BOUNDS: Final = {"cpu": (0.12, 0.06), "torch": (0.02, 0.005)}
 """Of the mean difference in spreads and of the divergence in nats: the kernels round activations to int8, and half
 precision rounds weights and activations to 11 bits."""
 
@@ -206,9 +206,9 @@ def _compare(
 def _bits(reader: Any, ids: Sequence[int], probes: Sequence[int], expected: Any) -> dict[str, bool]:
     """Whether a row's logits are the same bits in steps of other shapes."""
     found = {}
-    some = [probe for probe in probes if probe < 2 * LEAST_POSITIONS]
-    for chunk, limit in ((1, 2 * LEAST_POSITIONS), (7, len(ids)), (64, len(ids))):
-        wanted = some if limit < len(ids) else probes
+    some = [probe for probe in probes if probe < LEAST_POSITIONS]
+    for chunk, limit in ((1, LEAST_POSITIONS), (7, len(ids)), (64, len(ids))):
+        wanted = some if chunk == 1 else probes
         logits = reader.logits(ids[:limit], wanted, chunk)
         found[f"logits, read in chunks of {chunk}"] = logits.tobytes() == expected[: len(wanted)].tobytes()
     logits = reader.logits_beside(ids, ids[::-1], probes, 50)
