@@ -147,9 +147,19 @@ class ChatTemplate:
 
     @functools.cached_property
     def thinks(self) -> bool:
-        """Whether the model may reason in a `<think>` block."""
+        """Whether the model may reason, in a `<think>` block or on a channel of its own."""
         tokenizer = self._tokenizer
+        if self.has_channels:
+            return True
         return "<think>" in self._source or any(tokenizer.token_text(id) == "<think>" for id in tokenizer.special_ids)
+
+    @functools.cached_property
+    def has_channels(self) -> bool:
+        """Whether a reply is messages on channels (channel_parts.py)."""
+        tokenizer = self._tokenizer
+        return "<|channel|>" in self._source and any(
+            tokenizer.token_text(id) == "<|channel|>" for id in tokenizer.special_ids
+        )
 
     @functools.cached_property
     def call_form(self) -> CallForm:

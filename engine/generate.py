@@ -33,7 +33,7 @@ from engine.api import (
 from engine.buffers import MAX_WANTED
 from engine.errors import EngineError
 from engine.kv_cache import BlockTable
-from engine.reply_plan import THINK, ReplyPlan
+from engine.reply_plan import ReplyPlan
 from engine.reply_text import ReplyText
 from engine.sampler import Sampler, log_probabilities
 from engine.speculate import Speculation, StepTime
@@ -339,7 +339,7 @@ class Generation:
 
     def _answer_now(self) -> list[int]:
         """What ends the reasoning; where log probabilities are wanted, it is drawn token by token."""
-        closing = self._tokenizer.encode(f"\n{THINK[1]}\n\n", control=True, continues=True)
+        closing = self._tokenizer.encode(self._plan.answer_now, control=True, continues=True)
         if self._request.top_logprobs is None:
             return closing
         self._forced = closing

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 THINK = ("<think>", "</think>")
 """How models mark their reasoning."""
+CHANNEL_MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+"""Of messages on channels (channel_parts.py)."""
+FINAL = "<|channel|>final<|message|>"
+"""How a message for the person begins there."""
+ANSWER_NOW = f"<|end|><|start|>assistant{FINAL}"
+"""What ends reasoning there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +47,15 @@ class ReplyPlan:
     """The model may reason first."""
     thinking: bool = False
     """The prompt has opened the reasoning already."""
+    has_channels: bool = False
+    """The reply is messages on channels (channel_parts.py)."""
     markers: Mapping[int, str] = field(default_factory=dict)
     """Control tokens whose text counts: they have none for a reader."""
+
+    @property
+    def answer_now(self) -> str:
+        """What ends reasoning."""
+        return ANSWER_NOW if self.has_channels else f"\n{THINK[1]}\n\n"
 
     @property
     def names(self) -> list[str]:
@@ -71,8 +84,11 @@ class ReplyPlan:
             rules = self.form.rules_after_opener(self.compiler, self.tools, several=self.several)
             return self.compiler.compile(rules, "the schemas of the tools").matcher(text.encode())
         name, start = bare
-        tool = next(tool for tool in self.tools if tool_name(tool) == name)
-        rules = self.form.bare_rules(self.compiler, tool)
+        tool = next((tool for tool in self.tools if tool_name(tool) == name), None)
+        if tool is None:  # a call of a tool that is not there
+            return None
+        own = self.form.argument_rules if self.has_channels else self.form.bare_rules
+        rules = own(self.compiler, tool)
         return self.compiler.compile(rules, f"the schema of the tool {name!r}").matcher(text[start:].encode())
 
 
@@ -85,16 +101,22 @@ def plan_reply(
         return ReplyPlan(grammar=None if schema is None else compiler.json(schema))
     thinks = template.thinks
     thinking = thinks and re.search(r"<think>\s*$", tokenizer.spelled(prompt_ids[-16:])) is not None
+    channels = template.has_channels
     lead = f"{THINK[1]}\n\n" if thinking else ""
-    markers = dict(_controls(tokenizer, "".join(THINK))) if thinks else {}
+    markers = dict(_controls(tokenizer, "".join(CHANNEL_MARKERS if channels else THINK))) if thinks else {}
     if schema is not None:
+        lead += FINAL if channels else ""
         rules = f"start: {compiler.literal(lead)} {compiler.json_rule(schema, 'the schema')}"
         return ReplyPlan(
-            grammar=compiler.compile(rules, "the schema"), thinks=thinks, thinking=thinking, markers=markers
+            grammar=compiler.compile(rules, "the schema"),
+            thinks=thinks,
+            thinking=thinking,
+            has_channels=channels,
+            markers=markers,
         )
     choice = request.tool_choice
     if not request.tools or choice == "none":
-        return ReplyPlan(thinks=thinks, thinking=thinking, markers=markers)
+        return ReplyPlan(thinks=thinks, thinking=thinking, has_channels=channels, markers=markers)
     form, tools, what = template.call_form, request.tools, "the schemas of the tools"
     several = request.parallel_tool_calls and form.middle is not None
     if isinstance(choice, NamedTool):
@@ -116,6 +138,7 @@ def plan_reply(
         compiler=compiler,
         thinks=thinks,
         thinking=thinking,
+        has_channels=channels,
         markers={**markers, **dict(_controls(tokenizer, "".join(pieces)))},
     )
 

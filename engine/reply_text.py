@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.api import Event, TextDelta, ThinkingDelta, ToolCall, ToolCallReady
+from engine.channel_parts import ChannelParts
 from engine.grammar import Matcher
 from engine.reply_parts import Part, ReplyParts
 from engine.reply_plan import ReplyPlan
@@ -28,7 +29,7 @@ class ReplyText:
         self.calls: tuple[ToolCall, ...] = ()
         self._plan = plan
         self._decoder = tokenizer.stream()
-        self._parts = ReplyParts(plan)
+        self._parts = ChannelParts(plan) if plan.has_channels else ReplyParts(plan)
         self._stops = StopStrings(stops)
         self._text: list[str] = []
         self._thinking: list[str] = []

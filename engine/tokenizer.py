@@ -21,6 +21,8 @@ from engine.spm import SentencePieceBPE
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
+_CHANNEL_ENDS = ("<|return|>", "<|call|>")
+"""What ends a reply of models that send messages on channels (channel_parts.py)."""
 _END_MARKERS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -84,9 +86,12 @@ class Tokenizer:
         self._tokens = tokens
         self._types = types if types is not None else [_NORMAL] * len(tokens)
 
+        # There `<|end|>` ends a message, and a reply may have several.
+        has_channels = "<|channel|>" in ids and "<|return|>" in ids
+        end_markers = {*_END_MARKERS, *_CHANNEL_ENDS} - {"<|end|>"} if has_channels else _END_MARKERS
         ends = {
             ids[marker]: marker
-            for marker in _END_MARKERS
+            for marker in sorted(end_markers, key=[*_END_MARKERS, *_CHANNEL_ENDS].index)
             if marker in ids
             and (types is None or marker not in _AMBIGUOUS_MARKERS or self._types[ids[marker]] == _CONTROL)
         }
@@ -95,6 +100,8 @@ class Tokenizer:
         self.eos_id = table.id("eos_token_id", len(tokens))
         stated = {self.eos_id, table.id("eot_token_id", len(tokens)), table.id("eom_token_id", len(tokens))} - {None}
         self.end_ids = frozenset(id for id in (*stated, *ends) if id is not None)
+        if has_channels and "<|end|>" in ids:
+            self.end_ids -= {ids["<|end|>"]}
         if not stated:
             self.eos_id, notice = _guess_end(ends, str(metadata.get("tokenizer.chat_template", "")))
             notices.append(notice)

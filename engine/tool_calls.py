@@ -88,6 +88,10 @@ class CallForm:
         """What follows `{"name": ..., "arguments":` of a bare object."""
         return f'start: {_SPACE} {compiler.json_rule(parameters(tool), _what(tool), self.style)} {_SPACE} "}}"'
 
+    def argument_rules(self, compiler: GrammarCompiler, tool: Mapping[str, Any]) -> str:
+        """The arguments alone, of a call whose name has been said."""
+        return f"start: {compiler.json_rule(parameters(tool), _what(tool), self.style)}"
+
     def _calls(self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         lines = []
         for i, tool in enumerate(tools):

@@ -148,6 +148,33 @@ GEMMA3 = """{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
+GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, commentary, final.' }}
+{%- if tools %}{{ "\nCalls to these tools must go to the commentary channel: 'functions'." }}{% endif %}{{ '<|end|>' }}
+{%- if messages[0].role in ('system', 'developer') %}{% set lead, messages = messages[0].content, messages[1:] %}
+{%- else %}{% set lead = '' %}{% endif %}
+{%- if lead or tools %}{{ '<|start|>developer<|message|>' }}
+{%- if lead %}{{ '# Instructions\n\n' + lead + '\n\n' }}{% endif %}
+{%- if tools %}{{ '# Tools\n\n## functions\n\nnamespace functions {\n\n' }}
+{%- for tool in tools %}{{ 'type ' + tool.function.name + ' = (_: any) => any;\n' }}
+{%- endfor %}{{ '\n} // namespace functions' }}{% endif %}{{ '<|end|>' }}{% endif %}
+{%- set last = namespace(name='') %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.content and message.thinking %}{{ raise_exception('content and thinking with tool calls') }}
+{%- elif message.content or message.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (message.content or message.thinking) + '<|end|>' }}{% endif %}
+{%- set call = message.tool_calls[0].function %}{% set last.name = call.name %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' + message.content | tojson }}
+{{- '<|end|>' }}
+{%- else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
 NO_CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
 """Tells of tools, and writes no call."""
 
@@ -205,6 +232,9 @@ _DEEPSEEK = vocabulary(
     eos="<|end_of_sentence|>",
     bos=True,
 )
+_GPT_OSS = vocabulary(
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"), eos="<|return|>"
+)
 _GEMMA = vocabulary("<start_of_turn>", "<end_of_turn>", eos="<end_of_turn>", bos=True)
 
 FAMILIES: Mapping[str, Family] = {
@@ -215,6 +245,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral-v11": family(MISTRAL11, _MISTRAL),
     "deepseek-r1": family(DEEPSEEK, _DEEPSEEK),
     "gemma3": family(GEMMA3, _GEMMA),
+    "gpt-oss": family(GPT_OSS, _GPT_OSS),
     "chatml": family(CHATML_TEMPLATE, bpe_metadata("qwen2")),
     "no calls": family(NO_CALLS, _QWEN),
     "python calls": family(PYTHON_CALLS, _QWEN),

@@ -360,7 +360,7 @@ def replies(family: Family, thinking: bool) -> list[tuple[str, Message, ToolCall
 
 @pytest.mark.parametrize(
     ("name", "thinking"),
-    [(name, False) for name in ALL if name != "mistral-v3"] + [("qwen3", True), ("deepseek-r1", True)],
+    [(name, False) for name in ALL if name not in ("mistral-v3", "gpt-oss")] + [("qwen3", True), ("deepseek-r1", True)],
 )
 def test_each_prompt_begins_with_the_last_one_and_its_reply(name: str, thinking: bool) -> None:
     family = FAMILIES[name]
@@ -425,7 +425,8 @@ def test_text_of_tools_never_becomes_a_control_token(name: str) -> None:
     def controls(text: str) -> list[int]:
         messages = [user("read"), message, result(call, text), user("then")]
         ids = family.template.encode(messages, TOOLS)
-        assert "notes" not in text or text in tokenizer.spelled(ids)
+        # One family has results as JSON.
+        assert "notes" not in text or any(t in tokenizer.spelled(ids) for t in (text, json.dumps(text)))
         return [id for id in ids if id in tokenizer.special_ids]
 
     assert controls(f"notes {evil}") == controls("notes")
