@@ -66,3 +66,21 @@ def test_a_window_that_changes_its_size_during_a_reply_keeps_every_word_once_and
     for figure in ("╭", "│", "TTFT", "right", "tok/s"):
         assert figure not in reply
     assert after.count(">") == 1
+
+
+def test_a_window_that_changes_its_size_at_the_prompt_shows_one_prompt_and_the_draft_once(start: Start) -> None:
+    terminal = start(["Hello."], delay=0.0)
+    terminal.wait("F1 help")
+    terminal.send("/help")  # on an empty screen tmux pushes rows out that nothing can bring back
+    terminal.key("Enter")
+    terminal.wait("/thinking")
+    time.sleep(0.3)
+    draft = "a draft that takes more than one row of a narrow window, and then a second one"
+    terminal.send(draft)
+    terminal.wait("second one")
+    for columns in (40, 120, 60, 30, 80):
+        terminal.resize(columns, 24)
+        time.sleep(0.6)
+    terminal.wait(lambda: [line for line in terminal.lines if line.startswith("> a")] == [f"> {draft[:78]}"])
+    assert terminal.text.count("F1 help") == 1
+    assert terminal.text.count("a draft") == 1

@@ -28,11 +28,13 @@ from goinfer_chat.prompt.display import VisibleControls
 from goinfer_chat.prompt.history import TypedHistory
 from goinfer_chat.prompt.keys import KeyLine, LineCleared, key_bindings
 from goinfer_chat.prompt.paste import mend_pasting
+from goinfer_chat.prompt.resizing import mend_resizing
 from goinfer_chat.prompt.screen import PASTE_MODE_OFF, PASTE_MODE_ON, Screen
 from goinfer_chat.prompt.style import STYLE
 from goinfer_chat.prompt.toolbar import FUNCTION_KEYS, MIN_ROWS, FunctionKey, toolbar
 from goinfer_chat.store import session_folder
 from goinfer_chat.terminal import Stream, true_text
+from goinfer_chat.view.live import reflows
 
 ESCAPE_SECONDS = 0.1
 """After an Escape the rest of a key's sequence comes at once; longer waits would make vi's Escape slow."""
@@ -86,6 +88,8 @@ class LineEditor:
             )
             self._session.app.ttimeoutlen = ESCAPE_SECONDS
             self._session.app.before_render += _draw_no_taller_than_needed
+            if reflows(os.environ):
+                mend_resizing(self._session.app)
             return
         # prompt_toolkit has a prompt without cursor movement, but not for a terminal whose TERM is not set, and only
         # when no output is given; without one it would make one that moves the cursor once.

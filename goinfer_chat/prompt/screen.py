@@ -40,6 +40,10 @@ class Screen(Vt100_Output):
         """At least the prompt's own row. Without an answer the toolbar would wait for one from the terminal."""
         return 1
 
+    def erase_down(self) -> None:
+        """From the start of a row. At the top of the screen tmux would move what is erased into the scrollback."""
+        self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
+
     def erase_screen(self) -> None:
         super().erase_screen()
         self.stream.lost_track()
