@@ -109,7 +109,8 @@ class KeptFiles:
             file = undo.enter_context(KVFile.open(path_of(self._folder, name), self._identity))
             num_kept = len(file.ids)
             length = min(num_kept, max_positions)
-            if length == 0 or blocks_for(length) > self._pool.num_free:
+            states = self._pool.states
+            if length == 0 or blocks_for(length) > self._pool.num_free or (states is not None and not states.num_free):
                 return 0
             table = self._sessions.preload(name, file.ids[:length])
             undo.callback(self._sessions.forget, name)
@@ -161,7 +162,7 @@ class KeptFiles:
         """As `kept_start`, of an open file too."""
         limit = len(prompt_ids) - 1
         file = self._files.get(conversation)
-        if file and file.is_untouched and common_start(file.ids, prompt_ids, limit) <= in_memory:
+        if file and file.is_untouched and file.reach(common_start(file.ids, prompt_ids, limit)) <= in_memory:
             return in_memory, file.problem if conversation in self._reloaded else None
         goes_on = goes_on and 2 * in_memory < len(prompt_ids)
         return kept_start(self._folder, conversation, self._identity, prompt_ids, in_memory, goes_on=goes_on)
@@ -200,11 +201,14 @@ class KeptFiles:
         found = common_start(file.ids, prompt_ids, len(prompt_ids) - 1)
         if file.ids:
             num_tokens = min(num_tokens, found)  # the table may be another conversation's, and the file a stranger's
-        if found > len(table):
+        known = max(table.num_known, found)
+        if file.reach(found) > len(table):
             with contextlib.suppress(CacheFullError):
-                self._sessions.reserve(table, found - len(table))
+                self._sessions.make_room(table, found - len(table))
                 num_tokens += file.restore(table, self._pool, found)
                 milliseconds += (perf_counter() - started) * 1e3
+        table.num_known = known
+        table.mark([known])
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
     def _resume_line(self, restored: Restored, length: int, problem: str | None) -> str:
@@ -294,7 +298,7 @@ def kept_start(
         problem = None
         for name in names if os.path.lexists(names[1]) else names[:1]:
             with _open_patiently(name, identity) as file:
-                found = common_start(file.ids, prompt_ids, len(prompt_ids) - 1)
+                found = file.reach(common_start(file.ids, prompt_ids, len(prompt_ids) - 1))
                 count = file.check(in_memory, found) if found > in_memory else 0
                 problem = file.problem
                 if file.num_bytes:

@@ -45,26 +45,37 @@ class BlockTable:
         return len(self.blocks) * self._pool.block_bytes
 
     def reserve(self, num_positions: int, num_guessed: int = 0) -> None:
-        """Make room for the next `num_positions` positions, in blocks that no other table holds.
+        """Make room for a step of `num_positions` positions, in blocks that no other table holds.
 
         The last `num_guessed` of them may turn out not to be said: a running state is kept from before them too.
         Raises CacheFullError, before anything is changed.
         """
+        if num_positions > 0 and self.state is not None:
+            self._room(num_positions)
+            self.state.reserve(len(self.ids), num_positions, num_guessed)
+        self.make_room(num_positions)
+
+    def make_room(self, num_positions: int) -> None:
+        """The blocks of the next `num_positions` positions, as `reserve` gets them, and no step."""
         if num_positions <= 0:
             return
+        pool = self._pool
+        shared, missing = self._room(num_positions)
+        for i in shared:
+            own = pool.copy(self.blocks[i])
+            pool.release(self.blocks[i])
+            self.blocks[i] = own
+        self.blocks.extend(pool.allocate() for _ in range(missing))
+
+    def _room(self, num_positions: int) -> tuple[list[int], int]:
+        """Which blocks must become this table's own, and how many are missing. Raises CacheFullError."""
         pool, length = self._pool, len(self.ids)
         first = length // BLOCK_SIZE
         shared = [i for i in range(first, len(self.blocks)) if pool.num_holders(self.blocks[i]) > 1]
         missing = max(0, blocks_for(length + num_positions) - len(self.blocks))
         if len(shared) + missing > pool.num_free:
             raise CacheFullError(len(shared) + missing, pool.num_free)
-        if self.state is not None:
-            self.state.reserve(length, num_positions, num_guessed)
-        for i in shared:
-            own = pool.copy(self.blocks[i])
-            pool.release(self.blocks[i])
-            self.blocks[i] = own
-        self.blocks.extend(pool.allocate() for _ in range(missing))
+        return shared, missing
 
     def append(self, ids: Sequence[int]) -> None:
         """Record positions the model has just written into the reserved room."""

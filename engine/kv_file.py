@@ -1,7 +1,8 @@
 """`.giw-kv` files: the processed memory of one conversation on disk, so that a restart costs no prefill.
 
     header   what the keys and values belong to
-    record   at most 64 positions of one block: their ids and their K/V; or: so many positions are left
+    record   at most 64 positions of one block: their ids and their K/V; or: so many positions are left;
+             or: the running state after so many positions (of models that have such layers)
     record   ...
 
 A file only grows: `save` compares the ids it holds with those of a table, cuts off what no longer holds and appends
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cpu import usable_threads
-from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool, blocks_for
+from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool, StatePool, blocks_for
 from engine.kv_folder import (
     KVFileError,
     KVFileLockedError,
@@ -48,6 +49,7 @@ from engine.kv_folder import (
     unlock,
 )
 from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, pack_header, read_header
+from engine.running_state import RunningState
 
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
 
@@ -60,7 +62,10 @@ MAX_PIECES = 8
 _RECORD = struct.Struct("<IIII")
 _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _RECORD.size + _CHECK.size
-_ADD, _CUT = 0x2B2B2B2B, 0x2D2D2D2D
+_ADD, _CUT, _STATE = 0x2B2B2B2B, 0x2D2D2D2D, 0x23232323
+
+MAX_STATES = 8
+"""Running states of a file: as many as a conversation in memory has at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,15 @@ class _Piece:
     """This process has written or checked them."""
 
 
+@dataclass(slots=True)
+class _KeptState:
+    """Where the running state after `length` positions lies."""
+
+    length: int
+    offset: int
+    checksum: int
+
+
 class _Log:
     """The records of an open file: read from its start, appended to its good end."""
 
@@ -102,6 +116,8 @@ class _Log:
         self.ids: list[int] = []
         """Of the positions that can be used, as far as is known: fewer than `length` where K/V are damaged."""
         self.pieces: list[_Piece] = []
+        self.states: list[_KeptState] = []
+        """Ascending by length."""
         self._layout = layout
         self._header_bytes = len(header)
         # The header's own checksum: that of a header with its checksum is the same number for all headers.
@@ -114,9 +130,10 @@ class _Log:
         _write(descriptor, [header], 0)
         return cls(descriptor, identity.layout, header)
 
-    def bytes_of(self, num_positions: int, num_pieces: int) -> int:
+    def bytes_of(self, num_positions: int, num_pieces: int, num_states: int = 0) -> int:
         """Size of a file in which nothing is dead."""
-        return self._header_bytes + num_positions * (4 + self._layout.position_bytes) + num_pieces * _HEAD_BYTES
+        positions = num_positions * (4 + self._layout.position_bytes) + num_pieces * _HEAD_BYTES
+        return self._header_bytes + positions + num_states * (_HEAD_BYTES + self._layout.state_bytes)
 
     def add(self, ids: Sequence[int], packed: NDArray[np.uint8]) -> None:
         """Append positions of one block with their K/V. Raises OSError, with the file as before."""
@@ -127,6 +144,24 @@ class _Log:
         self._append(_RECORD.pack(_ADD, start, count, checksum), np.array(ids, "<u4").tobytes(), packed)
         self._added(ids, _Piece(start, count, count, self.end - len(packed), checksum, right=True))
 
+    def add_state(self, length: int, state: NDArray[np.uint8]) -> None:
+        """Append the running state after `length` positions. Raises OSError, with the file as before."""
+        assert 0 < length <= self.length
+        assert len(state) == self._layout.state_bytes
+        checksum = zlib.crc32(state.data)
+        self._append(_RECORD.pack(_STATE, length, 0, checksum), b"", state)
+        self._has_state(_KeptState(length, self.end - len(state), checksum))
+
+    def _has_state(self, state: _KeptState) -> None:
+        self.states = sorted([*(s for s in self.states if s.length != state.length), state], key=lambda s: s.length)
+
+    def load_state(self, state: _KeptState, target: NDArray[np.uint8]) -> bool:
+        """Read a running state [state_bytes] u8; if it is damaged it is forgotten."""
+        right = _read(self.descriptor, target, state.offset) and zlib.crc32(target.data) == state.checksum
+        if not right:
+            self.states.remove(state)
+        return right
+
     def cut(self, length: int) -> None:
         """Append that `length` positions are left. Raises OSError, with the file as before."""
         self._append(_RECORD.pack(_CUT, length, 0, 0), b"", np.empty(0, np.uint8))
@@ -136,6 +171,7 @@ class _Log:
     def drop(self, length: int) -> None:
         """Forget what lies behind the first `length` positions, here and not in the file."""
         del self.ids[length:]
+        self.states = [state for state in self.states if state.length <= length]
         while self.pieces and self.pieces[-1].start >= length:
             self.pieces.pop()
         if self.pieces:
@@ -185,6 +221,11 @@ class _Log:
         elif kind == _CUT and start <= self.length and count == 0:
             self.length = start
             self.drop(start)
+        elif kind == _STATE and 0 < start <= self.length and count == 0 and self._layout.state_bytes:
+            end = offset + self._layout.state_bytes
+            if end > size:
+                return False
+            self._has_state(_KeptState(start, offset, checksum))
         else:
             return False
         self.end, self._check = end, check
@@ -276,22 +317,31 @@ class KVFile:
     @property
     def dead_bytes(self) -> int:
         """Those of `num_bytes` that hold nothing of use."""
-        return self._log.end - self._log.bytes_of(len(self._log.ids), len(self._log.pieces)) if self._log else 0
+        log = self._log
+        return log.end - log.bytes_of(len(log.ids), len(log.pieces), len(log.states)) if log else 0
+
+    def reach(self, length: int) -> int:
+        """How many of the first `length` positions a table could get: up to where a running state is kept."""
+        if not self.identity.layout.state_bytes:
+            return length
+        return max((s.length for s in self._log.states if s.length <= length), default=0) if self._log else 0
 
     def restore(self, table: BlockTable, pool: KVPool, length: int) -> int:
         """Give a table that holds a start of `ids`, or nothing, the positions up to `length`, at most all of them.
 
         Each byte is checked before the table has its position. Returns the positions added: fewer where the file is
-        damaged, and then `ids` ends there and `problem` says so. Raises CacheFullError, with nothing changed.
+        damaged, and then `ids` ends there and `problem` says so; or where no running state is kept so far. Raises
+        CacheFullError, with nothing changed.
         """
         first = len(table)
+        length = max(first, self.reach(length))
         assert first <= length <= len(self.ids)
         assert table.ids == self.ids[:first], "the table is of another conversation"
         log = self._log
         if log is None or first == length:
             return 0
         assert pool.block_bytes == self.identity.layout.block_bytes
-        table.reserve(length - first)
+        table.make_room(length - first)
 
         def load(piece: _Piece) -> bool:
             start, end = max(first, piece.start), min(length, piece.start + piece.count)
@@ -303,6 +353,8 @@ class KVFile:
             num_good = len(list(takewhile(bool, threads.map(load, pieces))))
         good = length if num_good == len(pieces) else max(first, pieces[num_good].start)
         table.append(self.ids[first:good])
+        if table.state is not None and pool.states is not None:
+            self._load_state(log, pool.states, table.state, first, good)
         table.truncate(good)
         table.adopted = table.adopted or (self._numerics != self.identity.numerics_version and good > first)
         if good < length:
@@ -310,7 +362,20 @@ class KVFile:
             self._damaged()
         with contextlib.suppress(OSError):
             os.utime(log.descriptor)  # used now
-        return good - first
+        return len(table) - first
+
+    def _load_state(self, log: _Log, states: StatePool, running: RunningState, first: int, length: int) -> None:
+        """Give a table the last running state up to `length`, or an earlier one where that is damaged."""
+        for state in [s for s in reversed(log.states) if first < s.length <= length]:
+            try:
+                slot = running.restore(state.length)
+            except CacheFullError:
+                return
+            with states.editing(slot) as memory:
+                if log.load_state(state, memory):
+                    return
+            running.drop(state.length)
+            self.problem = f"the running state at position {state.length:,} is damaged"
 
     def check(self, first: int, length: int) -> int:
         """How far from `first` on, at most to `length`, positions are right: their bytes are read, and kept nowhere."""
@@ -333,7 +398,9 @@ class KVFile:
             if not log.check(common_start(log.ids, table.ids)):
                 self._damaged()
             keep = common_start(log.ids, table.ids)
-            if self._numerics != self._numerics_of(table) or self._worth_rewriting(log, len(table), keep):
+            states = self._states_after(log, table, keep)
+            other = self._numerics != self._numerics_of(table)
+            if other or self._worth_rewriting(log, len(table), keep, states):
                 return self._rewrite(table, pool)
             return self._append(log, table, pool, keep, sync)
         except OSError as error:
@@ -416,20 +483,23 @@ class KVFile:
                 self._log = None
         return self._log
 
-    def _worth_rewriting(self, log: _Log, length: int, keep: int) -> bool:
+    def _worth_rewriting(self, log: _Log, length: int, keep: int, states: set[int]) -> bool:
         """Whether more than half would be dead, or blocks in too many pieces, if the rest were appended."""
         kept = sum(piece.start < keep for piece in log.pieces)
         new = blocks_for(length) - keep // BLOCK_SIZE if length > keep else 0
-        live = log.bytes_of(length, kept + new)
+        live = log.bytes_of(length, kept + new, len(states))
         total = log.end + (_HEAD_BYTES if keep < log.length else 0) + log.bytes_of(length, new) - log.bytes_of(keep, 0)
+        total += log.bytes_of(0, 0, len(states - {s.length for s in log.states})) - log.bytes_of(0, 0)
         return 2 * live < total or kept + new > MAX_PIECES * (blocks_for(length) + 1)
 
     def _append(self, log: _Log, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
         before = log.end
-        self._leave_room(len(table) - keep)
+        states = self._states_after(log, table, keep)
+        self._leave_room(len(table) - keep, len(states - {s.length for s in log.states}))
         if keep < log.length:
             log.cut(keep)
         self._add(log, table, pool)
+        self._add_states(log, table, pool)
         if sync and log.end > before:
             try:
                 getattr(os, "fdatasync", os.fsync)(log.descriptor)
@@ -438,7 +508,7 @@ class KVFile:
                 raise
         return Saved(log.end - before, len(table), rewritten=False)
 
-    def _leave_room(self, num_positions: int) -> None:
+    def _leave_room(self, num_positions: int, num_states: int = 0) -> None:
         """A cache can be made again and words cannot: it does not take the last of the disk from them.
 
         Raises OSError. What others write meanwhile is not known; then the write itself fails.
@@ -448,14 +518,17 @@ class KVFile:
         except OSError:  # such as a folder that is gone: the write says it better
             return
         reserve = min(RESERVE_BYTES, usage.total // 8)
-        needed = num_positions * self.identity.layout.block_bytes // BLOCK_SIZE
-        if num_positions and usage.free < needed + reserve:
+        layout = self.identity.layout
+        needed = num_positions * layout.block_bytes // BLOCK_SIZE + num_states * layout.state_bytes
+        if needed and usage.free < needed + reserve:
             raise OSError(errno.ENOSPC, "the disk is nearly full, and the rest is for words")
 
     def _rewrite(self, table: BlockTable, pool: KVPool) -> Saved:
         """Write another file and put it in place: at any moment, also on the disk, one of them is whole."""
         temporary = temporary_of(self.path)
-        self._leave_room(len(table))
+        old = self._log
+        states = self._states_after(old, table, common_start(self.ids, table.ids))
+        self._leave_room(len(table), len(states))
         descriptor = create_locked(temporary)
         try:
             if self._descriptor is None:
@@ -464,6 +537,11 @@ class KVFile:
             numerics = self._numerics_of(table)
             log = _Log.create(descriptor, replace(self.identity, numerics_version=numerics))
             self._add(log, table, pool)
+            for state in [*old.states] if old is not None else []:
+                held = np.empty(self.identity.layout.state_bytes, np.uint8)
+                if state.length in states and old is not None and old.load_state(state, held):
+                    log.add_state(state.length, held)
+            self._add_states(log, table, pool)
             os.fsync(descriptor)
             if self._other is not None and self._other.numerics_version == self.identity.numerics_version:
                 os.replace(self.path, aside_of(self.path, self._other.key))
@@ -489,6 +567,23 @@ class KVFile:
             slot = start % BLOCK_SIZE
             block = pool.read(table.blocks[start // BLOCK_SIZE])
             log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
+
+    def _add_states(self, log: _Log, table: BlockTable, pool: KVPool) -> None:
+        """Append the running states that a log, which holds all positions of the table, does not have."""
+        known = {state.length for state in log.states}
+        for checkpoint in table.state.checkpoints if table.state is not None else ():
+            if checkpoint.length not in known and pool.states is not None:
+                log.add_state(checkpoint.length, pool.states.read(checkpoint.slot))
+
+    @staticmethod
+    def _states_after(log: _Log | None, table: BlockTable, keep: int) -> set[int]:
+        """Lengths whose running states a file holds once `table` is saved, of which it has the first `keep` positions.
+
+        Those that the table has, and of what the file had from earlier the last ones.
+        """
+        mine = {c.length for c in table.state.checkpoints} if table.state is not None else set[int]()
+        others = [s.length for s in log.states if s.length <= keep and s.length not in mine] if log is not None else []
+        return mine | set(others[len(others) - max(0, MAX_STATES - len(mine)) :] if others else ())
 
 
 def bring_back(path: Path, identity: Identity) -> None:

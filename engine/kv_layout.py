@@ -22,7 +22,8 @@ from engine.arch import ModelConfig
 from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 
-MAGIC, VERSION = b"GIW kv cache", 1
+MAGIC, VERSION = b"GIW kv cache", 2
+"""Files without running states are written as version 1, which is the same but for these."""
 NUMERICS_VERSION = 2
 """Raised whenever the same model and ids may give other bits of K or V than before."""
 MAX_HEADER_BYTES = 1024
@@ -44,6 +45,7 @@ def numerics_of(maker: int, version: int) -> int:
 _START = struct.Struct("<12sII")
 _IDENTITY = struct.Struct("<I32s32s16s8sIII16s")
 _PART = struct.Struct("<II")
+_STATE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 
 
@@ -57,6 +59,8 @@ class KVLayout:
 
     num_layers: int
     parts: tuple[tuple[int, int], ...]
+    state_bytes: int = 0
+    """Of the running state that other layers of the model keep; 0: there are none."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_type: KVType) -> KVLayout:
@@ -66,10 +70,15 @@ class KVLayout:
             runs = runs_of(dim)
             return cls(
                 num_layers=len(config.attention_layers),
+                state_bytes=config.state_bytes,
                 parts=((heads * dim, 1), (heads * runs, 2), (heads, dim), (heads, 2 * runs)),
             )
         size = 4 if kv_type == "f32" else 2
-        return cls(num_layers=len(config.attention_layers), parts=((heads * dim, size), (heads, size * dim)))
+        return cls(
+            num_layers=len(config.attention_layers),
+            state_bytes=config.state_bytes,
+            parts=((heads * dim, size), (heads, size * dim)),
+        )
 
     @property
     def position_bytes(self) -> int:
@@ -199,7 +208,10 @@ def pack_header(identity: Identity, nonce: bytes) -> bytes:
         len(identity.layout.parts),
         nonce,
     ) + b"".join(_PART.pack(*part) for part in identity.layout.parts)
-    header = _START.pack(MAGIC, VERSION, _START.size + len(body) + _CHECK.size) + body
+    if identity.layout.state_bytes:
+        body += _STATE.pack(identity.layout.state_bytes)
+    version = 2 if identity.layout.state_bytes else 1
+    header = _START.pack(MAGIC, version, _START.size + len(body) + _CHECK.size) + body
     return header + _CHECK.pack(zlib.crc32(header))
 
 
@@ -225,7 +237,10 @@ def read_header(start: bytes) -> tuple[bytes, Identity]:
     numerics, model, rope, architecture, kv_type, block_size, num_layers, num_parts, _ = _IDENTITY.unpack_from(
         header, _START.size
     )
-    parts = header[_START.size + _IDENTITY.size : -_CHECK.size]
+    parts, state_bytes = header[_START.size + _IDENTITY.size : -_CHECK.size], 0
+    if version == 2 and len(parts) >= _STATE.size:
+        (state_bytes,) = _STATE.unpack_from(parts, len(parts) - _STATE.size)
+        parts = parts[: -_STATE.size]
     if len(parts) != num_parts * _PART.size:
         raise HeaderError("its header is damaged")
     if block_size != BLOCK_SIZE:
@@ -235,7 +250,7 @@ def read_header(start: bytes) -> tuple[bytes, Identity]:
         architecture=_text(architecture),
         rope=rope,
         kv_type=_text(kv_type),
-        layout=KVLayout(num_layers=num_layers, parts=tuple(_PART.iter_unpack(parts))),
+        layout=KVLayout(num_layers=num_layers, parts=tuple(_PART.iter_unpack(parts)), state_bytes=state_bytes),
         numerics_version=numerics,
     )
 

@@ -184,10 +184,7 @@ class LocalEngine:
                 draft_model=draft_model,
                 backend=place,
             )
-            if config.state_bytes and kv_folder is not None and kv_sessions > 0:
-                notice = "the running state of this model is not kept in files: after a restart, words are read again"
-                engine.info = replace(engine.info, notices=(*engine.info.notices, notice))
-            elif kv_folder is not None and kv_sessions > 0:
+            if kv_folder is not None and kv_sessions > 0:
                 engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
             undo.pop_all()
             return engine

@@ -190,8 +190,14 @@ class RunningState:
         if not self._pool.num_free and not self.thin():
             raise StatesFullError(1, 0)
         slot = self._pool.allocate()
-        self._add(Checkpoint(length, slot))
+        self.checkpoints = sorted([*self.checkpoints, Checkpoint(length, slot)], key=lambda c: c.length)
         return slot
+
+    def drop(self, length: int) -> None:
+        """Forget the checkpoint at this length."""
+        for checkpoint in [c for c in self.checkpoints if c.length == length]:
+            self.checkpoints.remove(checkpoint)
+            self._pool.release(checkpoint.slot)
 
     def thin(self) -> bool:
         """Give up a checkpoint that nobody shares, but not the last; False where there is none."""

@@ -312,6 +312,7 @@ class Scheduler:
             return
         assert self._sessions is not None
         last: list[Event] = [*generation.take_events()]
+        generation.table.rest()
         if job.turn is not None:
             job.turn.finish(save=not generation.behind)
             last += job.turn.take_notices()

@@ -101,9 +101,19 @@ class Sessions:
 
         Raises CacheFullError when nothing is left to evict.
         """
+        self._insist(lambda: table.reserve(num_positions))
+
+    def make_room(self, table: BlockTable, num_positions: int) -> None:
+        """The same for positions that come from elsewhere, without a step, and with one running state of theirs."""
+        self._insist(lambda: table.make_room(num_positions))
+        states = self.pool.states
+        while states is not None and not states.num_free and (self._thin() or self._evict()):
+            pass
+
+    def _insist(self, reserve: Callable[[], None]) -> None:
         while True:
             try:
-                return table.reserve(num_positions)
+                return reserve()
             except StatesFullError:
                 if not (self._thin() or self._evict()):
                     raise
