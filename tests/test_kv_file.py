@@ -362,9 +362,9 @@ def test_kv_of_something_else_is_refused_with_the_reason_and_kept_until_the_next
 
 
 def test_a_newer_version_is_refused_whatever_it_looks_like_and_kept_until_the_next_save(path: Path) -> None:
-    newer = b"GIW kv cache" + struct.pack("<I", 2) + b"anything may be different here"
+    newer = b"GIW kv cache" + struct.pack("<I", 3) + b"anything may be different here"
     path.write_bytes(newer)
-    assert restored(path) == ([], "written by a newer version: its format is 2, and this program knows 1")
+    assert restored(path) == ([], "written by a newer version: its format is 3, and this program knows 2")
     assert path.read_bytes() == newer
     save_again(path, range(50))
 
