@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from engine.errors import UsageError
+from goinfer_chat.fences import fenced
+from goinfer_chat.files import reason_of
 from goinfer_chat.terminal import true_text
 
 MAX_BYTES: Final = 1_000_000
@@ -36,9 +38,7 @@ class Attachment:
     @property
     def text(self) -> str:
         """The name, and the content in a fence that nothing in it closes."""
-        longest = max((len(run) for run in re.findall(r"`{3,}", self.content)), default=2)
-        fence = "`" * (longest + 1)
-        return f"{self.name}:\n{fence}\n{self.content}\n{fence}"
+        return f"{self.name}:\n{fenced(self.content)}"
 
 
 def with_attachments(text: str, attachments: Sequence[Attachment]) -> str:
@@ -59,8 +59,7 @@ def read_attachment(reference: str, folder: Path | None = None) -> Attachment:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1) if lines is None else _read_lines(file, lines)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{name} cannot be read: {reason}") from None
+        raise UsageError(f"{name} cannot be read: {reason_of(error)}") from None
     if len(raw) > MAX_BYTES:
         advice = f"take some lines of it: {name}#1-200" if lines is None else "take fewer lines"
         raise UsageError(f"{name} has more than {MAX_BYTES:,} bytes; {advice}")

@@ -226,7 +226,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
             from goinfer_chat.bench.check import check_machine
 
             return check_machine(settings, make_engine)
-        from goinfer_chat.check import check_perplexity
+        from goinfer_chat.perplexity_check import check_perplexity
 
         return check_perplexity(settings, make_engine, perplexity)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import UsageError
+from goinfer_chat.files import make_folder, reason_of, write_new
 from goinfer_chat.settings import SETTINGS, from_environment, resolve
 from goinfer_chat.terminal import Stream, true_text
 
@@ -72,17 +73,13 @@ def _path(flags: Mapping[str, Any]) -> Path:
 
 
 def _init(path: Path) -> int:
-    from goinfer_chat.models.fetch import make_folder
     from goinfer_chat.settings_file import template
-    from goinfer_chat.store.folder import write_private
 
     try:
         make_folder(path.parent)
-        write_private(path, iter([template().encode()]), replace=False)
-    except FileExistsError:
-        raise UsageError(f"{true_text(str(path))} is there already") from None
     except OSError as error:
-        raise UsageError(f"{true_text(str(path))} cannot be written: {error.strerror or error}") from None
+        raise UsageError(f"{true_text(str(path))} cannot be written: {reason_of(error)}") from None
+    write_new(path, template())
     Stream(sys.stdout).line(true_text(str(path)))
     return 0
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.errors import UsageError
+from goinfer_chat.files import reason_of
 
 
 def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -29,5 +30,4 @@ def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
                 raise UsageError(f"the editor {command[0]} ended with code {code}; the message is as it was")
             return file.read_text(encoding="utf-8", errors="replace").rstrip("\r\n")
         except OSError as error:
-            reason = error.strerror or error
-            raise UsageError(f"the editor {command[0]} cannot be used: {reason}; set EDITOR") from None
+            raise UsageError(f"the editor {command[0]} cannot be used: {reason_of(error)}; set EDITOR") from None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from engine.api import Message, Prospect
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask, prompt
+from goinfer_chat.amounts import counted
 from goinfer_chat.conversations import of_today
-from goinfer_chat.listing import counted
 from goinfer_chat.settings import Settings
 from goinfer_chat.store import Conversation, StoredMessage
 from goinfer_chat.store.records import for_model

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from goinfer_chat.amounts import size
 from goinfer_chat.view.cells import width
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def columns(rows: Sequence[Sequence[str]], room: int | None = None) -> list[str]:
     """A line for each row, its cells below each other.
 
@@ -43,8 +40,6 @@ def columns(rows: Sequence[Sequence[str]], room: int | None = None) -> list[str]
 
 def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     """Cells below `HEADINGS`."""
-    from goinfer_chat.models.fetch import size
-
     kv_bytes, kv_format = store.kv_bytes(conversation.id), store.kv_format(conversation.id)
 
     return (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.api import Engine
 from engine.errors import ModelNotFoundError, OutOfMemoryError, UsageError
+from goinfer_chat.files import read_text
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
 
@@ -41,7 +42,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             path,
             context_size=settings.context_size,
             threads=settings.threads,
-            chat_template=_template(settings.chat_template),
+            chat_template=_template(settings),
             kv_sessions=settings.kv_sessions,
             kv_folder=kv_folder,
             kv_cap_bytes=settings.kv_cap_bytes,
@@ -66,7 +67,7 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
 def connect(settings: Settings, base_url: str) -> Engine:
     """The model of a server. Raises UsageError or EngineError."""
     from engine.remote import RemoteEngine
-    from goinfer_chat.keys import api_key
+    from goinfer_chat.api_keys import api_key
 
     # The default model is ours: a server that has one model need not be told which.
     model = None if settings.model == Settings().model else settings.model
@@ -89,7 +90,7 @@ def look_at_model(settings: Settings, kv_folder: Path | None = None) -> Unloaded
     return UnloadedModel.open(
         path,
         context_size=settings.context_size,
-        chat_template=_template(settings.chat_template),
+        chat_template=_template(settings),
         # Which numerics torch has here, only torch can say.
         kv_folder=kv_folder if settings.kv_sessions and settings.backend == "cpu" else None,
         kv_type=settings.kv_type,
@@ -103,15 +104,10 @@ def find_model(model: str, side: Stream) -> Path:
     return catalogue.resolve(model) or fetch_model(model, side)
 
 
-def _template(path: str | None) -> str | None:
-    """The text of a template file. Raises UsageError when it cannot be read."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
-        raise UsageError(f"--chat-template {path}: {reason}") from error
+def _template(settings: Settings) -> str | None:
+    """The text of the template file, if one was given. Raises UsageError when it cannot be read."""
+    path = settings.chat_template
+    return None if path is None else read_text(path, f"--chat-template {path}")
 
 
 def fetch_model(model: str, side: Stream) -> Path:

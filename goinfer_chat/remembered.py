@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import platformdirs
 
-from goinfer_chat.store.folder import write_private
+from goinfer_chat.files import write_private
 
 FILE: Final = "remembered.json"
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.amounts import counted
 from goinfer_chat.attachments import mentioned
 from goinfer_chat.clipboard import copy_with_program, osc52
 from goinfer_chat.editor import edited
-from goinfer_chat.listing import counted, excerpt
+from goinfer_chat.listing import excerpt
 from goinfer_chat.prompt.ending import PromptEnded, ending_on_signals
 from goinfer_chat.prompt.keys import LineCleared
 from goinfer_chat.prompt.line_editor import LineEditor

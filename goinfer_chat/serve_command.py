@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from engine.errors import UsageError
+from goinfer_chat.api_keys import VARIABLE as KEY_VARIABLE
 from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.files import read_text
 from goinfer_chat.modes import EngineFactory
 from goinfer_chat.settings import SETTINGS, resolve
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_size
-
-KEY_VARIABLE: Final = "GOINFER_CHAT_API_KEY"
 
 _FLAGS: Final = (
     "backend", "device", "ctx", "threads", "chat-template", "kv-sessions", "kv-cap", "kv", "spec", "draft",
@@ -92,8 +91,4 @@ def _key(flag: str | None, file: str | None, environ: Mapping[str, str]) -> str 
         raise UsageError("--api-key and --api-key-file are two keys; give one")
     if file is None:
         return flag if flag is not None else environ.get(KEY_VARIABLE) or None
-    try:
-        return Path(file).read_text("utf-8").rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
-        raise UsageError(f"--api-key-file {file}: {reason}") from error
+    return read_text(file, f"--api-key-file {file}").rstrip("\r\n")

@@ -158,7 +158,7 @@ def sessions_app() -> typer.Typer:
 
 def _list(context: typer.Context, limit: int | None, *, as_json: bool) -> int:
     from engine.kv_folder import list_kept
-    from goinfer_chat.models.fetch import size
+    from goinfer_chat.amounts import size
 
     out = Stream(sys.stdout)
     with _store(context) as store:
@@ -307,8 +307,8 @@ def _fork(context: typer.Context, key: str, name: str | None, at: int | None) ->
 
 
 def _export(context: typer.Context, key: str, form: str, output: str | None, *, kv: bool, force: bool) -> int:
+    from goinfer_chat.files import copy_private, reason_of, write_private
     from goinfer_chat.store.exports import to_json, to_markdown
-    from goinfer_chat.store.folder import copy_private, write_private
     from goinfer_chat.terminal import sanitize
 
     if kv and (output is None or form != "json"):
@@ -331,16 +331,17 @@ def _export(context: typer.Context, key: str, form: str, output: str | None, *, 
                 Stream(sys.stderr).line("the conversation has no cache on the disk")
         except FileExistsError as error:
             raise UsageError(
-                f"{_shown(error.filename2 or error.filename)} is there already; --force replaces it"
+                f"{_shown(error.filename2 or error.filename)} already exists; --force replaces it"
             ) from None
         except OSError as error:
-            raise UsageError(f"{_shown(error.filename or file)} cannot be written: {error.strerror or error}") from None
+            raise UsageError(f"{_shown(error.filename or file)} cannot be written: {reason_of(error)}") from None
     return 0
 
 
 def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) -> int:
     from dataclasses import replace
 
+    from goinfer_chat.files import reason_of
     from goinfer_chat.store.exports import MAX_IMPORT_BYTES, from_json, without_ids
 
     if kv and file == "-":
@@ -353,7 +354,7 @@ def _import(context: typer.Context, file: str, name: str | None, *, kv: bool) ->
             with path.open("rb") as opened:
                 data = opened.read(MAX_IMPORT_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{_shown(file)} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{_shown(file)} cannot be read: {reason_of(error)}") from None
     new = from_json(data) if kv else without_ids(from_json(data))
     if name is not None:
         new = replace(new, name=name)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import UsageError
+from goinfer_chat.files import make_folder, reason_of, write_private
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings, checked
 from goinfer_chat.terminal import true_text
 from goinfer_chat.values import checked_int, did_you_mean, shown
@@ -96,7 +97,7 @@ def read_tables(path: Path, *, must_be_there: bool) -> dict[str, Any] | None:
             raise UsageError(f"there is no settings file {where}") from None
         return None
     except OSError as error:
-        raise UsageError(f"{where} cannot be read: {error.strerror or error}; --config none does without it") from None
+        raise UsageError(f"{where} cannot be read: {reason_of(error)}; --config none does without it") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{where} is no UTF-8 text in TOML: {error}") from None
     except ValueError as error:  # also a number of more digits than Python reads
@@ -201,9 +202,6 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
 
     Raises UsageError where the file cannot be written, or is written in a way that only its author can change.
     """
-    from goinfer_chat.models.fetch import make_folder
-    from goinfer_chat.store.folder import write_private
-
     where = true_text(str(path))
     before = read_tables(path, must_be_there=False)
     try:
@@ -215,8 +213,7 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
         make_folder(target.parent)
         write_private(target, iter([after.encode()]))
     except (OSError, UnicodeEncodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{where} cannot be written: {reason}") from None
+        raise UsageError(f"{where} cannot be written: {reason_of(error)}") from None
 
 
 def _with_values(lines: list[str], values: Mapping[str, Any], profile: str | None) -> Iterator[str]:

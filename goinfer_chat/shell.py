@@ -11,6 +11,7 @@ from typing import Final
 
 from engine.errors import UsageError
 from goinfer_chat.attachments import Attachment
+from goinfer_chat.files import reason_of
 from goinfer_chat.terminal import sanitize
 
 MAX_OUTPUT_BYTES: Final = 100_000
@@ -68,5 +69,4 @@ def _started(line: str, environ: Mapping[str, str], output: int | None) -> subpr
             stderr=None if output is None else subprocess.STDOUT,
         )
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{shell} cannot be run: {reason}; set SHELL") from None
+        raise UsageError(f"{shell} cannot be run: {reason_of(error)}; set SHELL") from None

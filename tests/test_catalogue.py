@@ -15,9 +15,10 @@ from tiny_models import write_tiny_model
 
 from engine.errors import DownloadError, ModelFileError, ModelNotFoundError, UsageError
 from engine.gguf_file import open_gguf
+from goinfer_chat.amounts import size
+from goinfer_chat.files import make_folder
 from goinfer_chat.models import catalogue, progress
 from goinfer_chat.models.catalogue import CATALOGUE, ModelRow, list_models, models_folder, pull, resolve
-from goinfer_chat.models.fetch import make_folder, size
 from goinfer_chat.models.hub import choose, group_shards
 from goinfer_chat.models.wheels import WheelParts
 

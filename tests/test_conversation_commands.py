@@ -626,7 +626,7 @@ def test_export_writes_markdown_or_json_and_replaces_nothing(start: Start, tmp_p
     run(agent, f"export {tmp_path}/out.json")
     exported = json.loads((tmp_path / "out.json").read_text())
     assert [message["content"] for message in exported["messages"]] == ["first\x1b[2J", "One said"]
-    with pytest.raises(UsageError, match=r"out\.json is there already"):
+    with pytest.raises(UsageError, match=r"out\.json already exists"):
         run(agent, f"export {tmp_path}/out.json")
     with pytest.raises(UsageError, match="cannot be written"):
         run(agent, f"export {tmp_path}/no/such/folder.md")

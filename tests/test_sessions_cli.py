@@ -226,7 +226,7 @@ def test_a_file_that_is_there_is_replaced_only_by_force(sessions, store, tmp_pat
     target.write_text("mine")
     link.symlink_to(target)
     for file in (target, link):
-        with pytest.raises(UsageError, match=rf"{file} is there already; --force replaces it"):
+        with pytest.raises(UsageError, match=rf"{file} already exists; --force replaces it"):
             sessions("export", "work", "-o", str(file))
     sessions("export", "work", "-o", str(link), "--force")
     assert link.read_text().startswith("# work\n")
@@ -242,7 +242,7 @@ def test_what_is_no_plain_file_is_not_replaced_by_force_either(sessions, store, 
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for file in (pipe, link, tmp_path, "/", "."):
-        with pytest.raises(UsageError, match="cannot be written: it is there already and no plain file"):
+        with pytest.raises(UsageError, match="cannot be written: it exists and is not a plain file"):
             sessions("export", "work", "-o", str(file), "--force")
     assert pipe.is_fifo()
     assert link.is_symlink()

@@ -222,7 +222,7 @@ def test_config_prints_writes_and_shows(tmp_path: Path) -> None:
     assert config("config", "path", home=tmp_path).stdout == f"{file}\n"
     assert config("config", "init", home=tmp_path).stdout == f"{file}\n"
     again = config("config", "init", home=tmp_path)
-    assert (again.returncode, again.stderr) == (2, f"error: {file} is there already\n")
+    assert (again.returncode, again.stderr) == (2, f"error: {file} already exists; choose another name\n")
     save_settings(file, {"seed": 1, "top-k": 2})
     save_settings(file, {"seed": 3}, "work")
     shown = config("--profile", "work", "config", "show", home=tmp_path, GOINFER_CHAT_MIN_P="0.5")

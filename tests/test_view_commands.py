@@ -64,7 +64,7 @@ def test_a_copy_may_go_to_a_file_which_is_never_replaced(tmp_path: Path) -> None
     agent, file = asked(), tmp_path / "a file.py"
     assert run(agent, "copy", f"1 {file}").copy is None
     assert file.read_text() == "x = 1\n\n\ty\n"
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         run(agent, "copy", str(file))
     assert file.read_text() == "x = 1\n\n\ty\n"
 

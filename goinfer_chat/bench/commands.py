@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, get_args
 
 import typer
@@ -16,6 +15,7 @@ import typer
 from engine.api import SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.loading import find_model
 from goinfer_chat.settings import SETTINGS, Settings, resolve
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_int
@@ -203,18 +203,11 @@ def _show(settings: Settings, out: Stream, result: dict[str, Any], lines: Sequen
     return 0
 
 
-def _model_file(settings: Settings, side: Stream) -> Path:
-    from goinfer_chat.loading import fetch_model
-    from goinfer_chat.models import catalogue
-
-    return catalogue.resolve(settings.model) or fetch_model(settings.model, side)
-
-
 def _speed(settings: Settings, plan: Any, peer: PeerChoice | None) -> int:
     from goinfer_chat.bench.speed import measure_speed
 
     out, side = _streams(settings)
-    path = _model_file(settings, side)
+    path = find_model(settings.model, side)
     result = measure_speed(path, plan, threads=settings.threads, peer=peer, progress=partial(_progress, side))
     side.clear_status()
     return _show(settings, out, result.as_object(), result.lines())
@@ -246,7 +239,7 @@ def _replay(settings: Settings, make_engine: EngineFactory, plan: ReplayPlan, pe
         info = engine.info
         other = None
         if peer is not None:
-            path = _model_file(settings, side)
+            path = find_model(settings.model, side)
             other = close.enter_context(Peer(peer, path, threads=info.threads, num_positions=info.context_size))
         restarts = close.enter_context(Restarts(partial(make_engine, settings, side))) if plan.restart else None
         play = partial(Replay, engine, num_turns=plan.turns, num_tools=plan.tools)

@@ -24,6 +24,7 @@ from engine.kernels.probe import CHAINS, READ_BYTES, probe_module
 from engine.kernels.target import detect
 from engine.memory import available_memory
 from engine.weights import zeroed
+from goinfer_chat.amounts import counted
 
 BUFFER_BYTES = 1 << 30
 """What a pass reads: many times a large cache, so that little of it is still there from the pass before."""
@@ -46,11 +47,11 @@ class Machine:
     @property
     def title(self) -> str:
         memory = f", {self.memory_bytes / 2**30:.1f} GiB of memory" if self.memory_bytes else ""
-        return f"{self.cpu}, {_counted(self.cores, 'core')}{memory}, {self.system}"
+        return f"{self.cpu}, {counted(self.cores, 'core')}{memory}, {self.system}"
 
     def lines(self, threads: int) -> list[str]:
         """For the head of a table."""
-        return [self.title, f"{self.kernels}, {_counted(threads, 'thread')}"]
+        return [self.title, f"{self.kernels}, {counted(threads, 'thread')}"]
 
     def as_object(self) -> dict[str, Any]:
         return asdict(self)
@@ -162,10 +163,6 @@ class Probe:
         for helper in helpers:
             helper.join()
         return max(end for _, end in times) - min(start for start, _ in times)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _buffer_bytes() -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from engine.errors import UsageError
+from goinfer_chat.files import make_folder, reason_of, write_private
 from tools import Risk, Tool
 
 FILE: Final = "approvals.json"
@@ -145,12 +146,9 @@ class KeptRules:
         raise UsageError(f"{self.path} holds no rules; mend or remove it")
 
     def _write(self, folders: Mapping[str, list[str]]) -> None:
-        from goinfer_chat.models.fetch import make_folder
-        from goinfer_chat.store.folder import write_private
-
         try:
             make_folder(self.path.parent)
             text = json.dumps({"folders": dict(folders)}, indent=2) + "\n"
             write_private(self.path, iter([text.encode()]))
         except OSError as error:
-            raise UsageError(f"{self.path} cannot be written: {error.strerror or error}") from None
+            raise UsageError(f"{self.path} cannot be written: {reason_of(error)}") from None

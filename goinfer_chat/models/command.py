@@ -6,9 +6,9 @@ import json
 import time
 
 from engine import giw_file
+from goinfer_chat.amounts import size
 from goinfer_chat.loading import fetch_model
 from goinfer_chat.models import catalogue
-from goinfer_chat.models.fetch import size
 from goinfer_chat.terminal import Stream, sanitize
 
 

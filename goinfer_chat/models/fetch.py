@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import DownloadError
+from goinfer_chat.amounts import size
+from goinfer_chat.files import make_folder
 
 Progress = Callable[[int, int], None]
 """Called with (bytes that are here, bytes of the whole), some times a second."""
@@ -36,18 +38,6 @@ class Content:
     def is_in(self, path: Path) -> bool:
         """Whether the file at `path` is this content. Reads all of it."""
         return bytes_in(path) == self.num_bytes and self.sha256 in (None, sha256(path))
-
-
-def size(bytes_: int) -> str:
-    """`98.4 MB`, `1.12 GB`: decimal units, as hubs and file managers show them."""
-    return f"{bytes_ / 1e9:.2f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.1f} MB"
-
-
-def make_folder(folder: Path) -> None:
-    """Create `folder` and what is missing above it for its owner alone."""
-    for part in (*reversed(folder.parents), folder):
-        if not part.is_dir():
-            part.mkdir(mode=0o700, exist_ok=True)
 
 
 def partial_of(target: Path) -> Path:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from rich import progress as bars
 from rich.console import Console
 
-from goinfer_chat.models.fetch import Progress, size
+from goinfer_chat.amounts import size
+from goinfer_chat.models.fetch import Progress
 
 LINE_SECONDS = 10.0
 """Between two lines where there is no terminal: a log stays short."""

@@ -10,8 +10,10 @@ from typing import Final
 from engine.api import Prospect
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.amounts import counted
+from goinfer_chat.files import write_new
 from goinfer_chat.foresight import Standing, about_to_ask, foresee, sentence, standing, undone
-from goinfer_chat.listing import HEADINGS, SHORT, cells_of, counted, excerpt, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, SHORT, cells_of, excerpt, hit_lines, name_of, when
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
 from goinfer_chat.values import parse_int
@@ -192,7 +194,6 @@ def _search(agent: Agent, argument: str) -> Outcome:
 
 def _export(agent: Agent, argument: str) -> Outcome:
     from goinfer_chat.store.exports import to_json, to_markdown
-    from goinfer_chat.store.folder import write_private
 
     if not argument:
         raise UsageError("/export needs a file; one that ends in .json can be imported again, others are Markdown")
@@ -203,12 +204,7 @@ def _export(agent: Agent, argument: str) -> Outcome:
         text = to_json(agent.live.info, agent.live.tree())
     else:
         text = sanitize(to_markdown(agent.live.info, agent.live.path()), terminal=False)
-    try:
-        write_private(file, iter([text.encode()]), replace=False)
-    except FileExistsError:
-        raise UsageError(f"{true_text(str(file))} is there already; choose another name") from None
-    except OSError as error:
-        raise UsageError(f"{true_text(str(file))} cannot be written: {error.strerror or error}") from None
+    write_new(file, text)
     return Outcome(f"Written to {true_text(str(file))}.")
 
 
@@ -217,9 +213,6 @@ def _names(agent: Agent) -> Sequence[str]:
         return [name_of(conversation) for conversation in agent.conversations.recent(100)]
     return ()
 
-
-_CONVERSATIONS: Final = "conversations"
-_AGAIN: Final = "asking again"
 
 CONVERSATION_COMMANDS: Final = (
     Command(
@@ -270,7 +263,7 @@ CONVERSATION_COMMANDS: Final = (
         run=_undo,
         costs=_cost_of_undo,
     ),
-    Command(name="retry", topic=_AGAIN, help="Ask the last question again.", run=_retry, costs=_cost_of_retry),
+    Command(name="retry", topic="asking again", help="Ask the last question again.", run=_retry, costs=_cost_of_retry),
     Command(
         name="edit",
         arguments="[TEXT]",

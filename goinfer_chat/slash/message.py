@@ -6,8 +6,8 @@ from typing import Final
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
+from goinfer_chat.amounts import counted
 from goinfer_chat.attachments import Attachment, read_attachment
-from goinfer_chat.listing import counted
 from goinfer_chat.slash.registry import Command, Outcome, ShellCommand
 
 

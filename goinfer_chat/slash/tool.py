@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.api import Prospect
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.amounts import counted
+from goinfer_chat.files import read_text
 from goinfer_chat.foresight import about_to_ask, foresee, standing
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import true_text
@@ -91,11 +92,7 @@ def parse_schema(text: str) -> Mapping[str, Any] | bool:
     where = "the schema"
     if not text.lstrip().startswith("{"):
         where = true_text(text)
-        try:
-            text = Path(text).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
-            raise UsageError(f"{where} cannot be read: {reason}") from None
+        text = read_text(text)
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -109,7 +106,7 @@ def _approvals(agent: Agent, argument: str) -> Outcome:
     approvals = agent.open_toolbox().approvals
     if argument == "clear":
         num_rules = approvals.forget()
-        return Outcome(f"{num_rules} rule{'s' if num_rules != 1 else ''} forgotten.")
+        return Outcome(f"{counted(num_rules, 'rule')} forgotten.")
     if argument:
         raise UsageError("/approvals lists the rules, and /approvals clear forgets those kept for this folder")
     rows = [("deny", approvals.deny), ("allow", approvals.allow), ("kept", approvals.kept_rules)]

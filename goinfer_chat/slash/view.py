@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from engine.errors import UsageError
 from goinfer_chat.agent import Agent
+from goinfer_chat.files import write_new
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import true_text
 
@@ -37,7 +37,7 @@ def _copy(agent: Agent, argument: str) -> Outcome:
         text = _code_block(text, number)
     if not file:
         return Outcome(copy=text)
-    _write(Path(file).expanduser(), text)
+    write_new(Path(file).expanduser(), text)
     return Outcome(f"Written to {true_text(file)}: {len(text):,} characters.")
 
 
@@ -62,21 +62,6 @@ def _code_block(text: str, number: int) -> str:
         there = f"it has {len(blocks)}" if blocks else "it has none"
         raise UsageError(f"there is no block of code {number} in the last reply; {there}")
     return blocks[number - 1]
-
-
-def _write(file: Path, text: str) -> None:
-    from goinfer_chat.store.folder import write_private
-
-    def chunks() -> Iterator[bytes]:
-        yield text.encode("utf-8", "surrogatepass")
-
-    try:
-        write_private(file, chunks(), replace=False)
-    except FileExistsError:
-        raise UsageError(f"{true_text(str(file))} is there already; choose another name") from None
-    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{true_text(str(file))} cannot be written: {reason}") from None
 
 
 VIEW_COMMANDS: Final = (

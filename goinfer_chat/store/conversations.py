@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from engine.errors import UsageError
 from engine.kv_folder import SUFFIX
+from goinfer_chat.files import copy_private, reason_of
 from goinfer_chat.store import folder as files
 from goinfer_chat.store import queries
 from goinfer_chat.store.database import MIGRATIONS, Database
@@ -290,10 +291,6 @@ class Store:
         except OSError:
             return 0
 
-    def has_kv_set_aside(self, id: str) -> bool:
-        """Whether there is a file of another model than that of `kv_path`."""
-        return any(self.folder.glob(f"{self.kv_path(id).name}.*"))
-
     def kv_format(self, id: str) -> KVFormat | None:
         """What its numbers are and what a position takes; None when there is no file that says so."""
         from engine.kv_layout import format_of
@@ -358,9 +355,9 @@ class Store:
 
     def _adopt(self, kv_file: Path, id: str) -> str | None:
         try:
-            files.copy_private(kv_file, self.kv_path(id))
+            copy_private(kv_file, self.kv_path(id))
         except OSError as error:
-            return f"the cache could not be copied ({error.strerror or error}); the next turn reads everything again"
+            return f"the cache could not be copied ({reason_of(error)}); the next turn reads everything again"
         return None
 
     def _settle_crashed(self) -> None:

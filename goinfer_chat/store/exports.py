@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from engine.api import Message, Role
 from engine.errors import UsageError
+from goinfer_chat.fences import fenced
 from goinfer_chat.store.conversations import NewConversation
 from goinfer_chat.store.names import check_name
 from goinfer_chat.store.queries import stats_from, storable
@@ -45,23 +45,16 @@ def to_markdown(conversation: Conversation, path: Sequence[StoredMessage]) -> st
 def _message_as_markdown(stored: StoredMessage) -> list[str]:
     message = stored.message
     if message.role == "tool":
-        return [f"## Tool {message.name or message.tool_call_id or ''}".rstrip(), _fenced(message.content)]
+        return [f"## Tool {message.name or message.tool_call_id or ''}".rstrip(), fenced(message.content)]
     parts = [f"## {_HEADINGS[message.role]}"]
     if message.thinking:
         parts += ["<details><summary>Thinking</summary>", message.thinking, "</details>"]
     if message.content:
         parts.append(message.content)
-    parts += [_fenced(json.dumps(dict(call), ensure_ascii=False, indent=2), "json") for call in message.tool_calls]
+    parts += [fenced(json.dumps(dict(call), ensure_ascii=False, indent=2), "json") for call in message.tool_calls]
     if stored.finish_reason not in (None, "stop"):
         parts.append(f"*({stored.finish_reason})*")
     return parts
-
-
-def _fenced(text: str, language: str = "") -> str:
-    """A code block whose fence the text does not hold."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _time(seconds: float) -> str:

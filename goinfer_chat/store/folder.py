@@ -11,10 +11,8 @@ All of it is its owner's alone. The name of a file comes from an id that was dra
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import platformdirs
 
 from engine.errors import UsageError
-from goinfer_chat.models.fetch import make_folder
+from goinfer_chat.files import create_private, make_folder
 from goinfer_chat.store.database import damaged
 from goinfer_chat.store.names import is_id
 from goinfer_chat.store.records import StoreError
@@ -37,8 +35,6 @@ FOLDER_ENVIRONMENT: Final = "GOINFER_CHAT_SESSION_DIR"
 DATABASE: Final = "conversations.db"
 LOCK_SUFFIX: Final = ".lock"
 _ID_FILE: Final = re.compile(r"([0-9a-f]{16})\..+", re.DOTALL)
-_NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
-_BINARY: Final = getattr(os, "O_BINARY", 0)
 
 
 def session_folder(chosen: str | None = None) -> Path:
@@ -77,60 +73,6 @@ def _tighten(path: Path) -> None:
                 path.chmod(0o600)
         elif path.name.startswith(DATABASE):
             raise StoreError(f"{path} is no plain file; move it away, or name another folder with --session-dir")
-
-
-def create_private(path: Path) -> int:
-    """A descriptor of a new file that only its owner can read. Raises FileExistsError."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY, 0o600)
-
-
-def write_private(path: Path, chunks: Iterator[bytes], *, replace: bool = True) -> None:
-    """A file with these bytes, whole or not at all; a link in its place is replaced, not followed.
-
-    What is there and is no file, such as a device, is never replaced. Raises FileExistsError with `replace` False, and
-    OSError.
-    """
-    if replace and path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is there already and no plain file", str(path))
-    temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        with os.fdopen(create_private(temporary), "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            os.replace(temporary, path)
-        else:
-            _move_new(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _move_new(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-        source.unlink()
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
-        os.replace(source, target)
-
-
-def copy_private(source: Path, target: Path, *, replace: bool = True) -> bool:
-    """Copy a plain file; False when there is none. Raises OSError."""
-    try:
-        descriptor = os.open(source, os.O_RDONLY | _NO_FOLLOW | _BINARY)
-    except FileNotFoundError:
-        return False
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{source} is no plain file")
-        write_private(target, iter(lambda: file.read(1 << 20), b""), replace=replace)
-    return True
 
 
 def path_of(folder: Path, id: str, suffix: str) -> Path:

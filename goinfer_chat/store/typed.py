@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from goinfer_chat.store.folder import write_private
+from goinfer_chat.files import write_private
 
 FILE: Final = "typed.jsonl"
 MAX_ENTRY_BYTES: Final = 100_000

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from engine.api import PrefillProgress, TurnStats
-from goinfer_chat.models.fetch import size
+from goinfer_chat.amounts import size
 from goinfer_chat.terminal import sanitize
-from goinfer_chat.view.cells import DIM, PLAIN, Line, Run, Style, cut_line, line_width, merged, padded, width
+from goinfer_chat.view.cells import DIM, PLAIN, Line, Run, Style, cut_line, line_width, merged, width
 
 MAX_COLUMNS: Final = 100
 MIN_BORDERED_ROWS: Final = 5
@@ -171,16 +171,6 @@ def _doing(figures: TurnFigures) -> str:
     if not figures.replying:
         return "working" if figures.tools else "reading"
     return "thinking" if figures.thinking else "replying"
-
-
-def boxed(rows: Sequence[Line], columns: int, title: str) -> list[Line]:
-    """Rows inside a border of `columns` cells."""
-    inside = max(columns - 4, 1)
-    head = cut_line((Run(f"╭─ {title} "),), columns - 1)
-    head = (*head, Run("─" * (columns - 1 - line_width(head)) + "╮"))
-    foot = (Run("╰" + "─" * (columns - 2) + "╯", DIM),)
-    body = [(Run("│ ", DIM), *padded(cut_line(row, inside), inside), Run(" │", DIM)) for row in rows]
-    return [tuple(Run(run.text, DIM) for run in head), *body, foot]
 
 
 def _rows(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:

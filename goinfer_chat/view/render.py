@@ -27,6 +27,7 @@ from engine.api import (
     TurnStats,
 )
 from engine.errors import ContextExceededError, GoinferError
+from goinfer_chat.amounts import counted, size
 from goinfer_chat.calls.events import EXIT_CODES, StepEnded, ToolEnded, ToolStarted, TurnEnded, TurnEvent
 from goinfer_chat.terminal import Stream
 from goinfer_chat.view.tool_lines import end_line, ended_line, started_line, step_line
@@ -322,14 +323,12 @@ def _kept_in_memory(info: ModelInfo, columns: int) -> str:
     if not info.session_reuse or not info.kept_conversations:
         return info.session_reuse
     num, tokens, ms = info.kept_conversations, f"{info.kept_tokens or 0:,}", f"{info.kept_ms or 0:,.0f} ms"
-    line = f"{info.session_reuse} | {num} conversation{'s' if num != 1 else ''} back with {tokens} tokens in {ms}"
+    line = f"{info.session_reuse} | {counted(num, 'conversation')} back with {tokens} tokens in {ms}"
     return line if len(line) <= columns else _fitting([info.session_reuse, f"{num} back: {tokens} tok, {ms}"], columns)
 
 
 def _cache(info: ModelInfo) -> str:
     """What the K/V of a position take, and those of a full context."""
-    from goinfer_chat.models.fetch import size
-
     kv_type = f" ({info.kv_type})" if info.kv_type else ""
     in_all = size(info.kv_bytes_per_token * info.context_size)
     line = f"cache {info.kv_bytes_per_token:,} bytes a token{kv_type}, {in_all} when full"

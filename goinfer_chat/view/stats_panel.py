@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.api import TurnStats
-from goinfer_chat.models.fetch import size
+from goinfer_chat.amounts import counted, size
 from goinfer_chat.view.cells import cut
 from goinfer_chat.view.panels import seconds_text
 
@@ -72,7 +72,7 @@ def _totals(totals: Totals, turns: Sequence[TurnStats]) -> list[str]:
     lines = [
         f"{'prompts':<{_LABEL}}{totals.prompt_tokens:,} tokens, {totals.reused_tokens:,} reused ({share:.0%}){saved}",
         f"{'prefilled':<{_LABEL}}{totals.read_tokens:,} tokens",
-        f"{'replies':<{_LABEL}}{totals.reply_tokens:,} tokens in {len(turns):,} turn{'s' if len(turns) != 1 else ''}",
+        f"{'replies':<{_LABEL}}{totals.reply_tokens:,} tokens in {counted(len(turns), 'turn')}",
     ]
     if totals.guessed:
         right = f"{totals.right:,} of {totals.guessed:,} right ({totals.right / totals.guessed:.0%})"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from goinfer_chat.amounts import counted
 from goinfer_chat.calls.events import Cost, StepEnded, ToolEnded, ToolStarted, TurnEnded
 
 MAX_VALUE: Final = 80
@@ -66,10 +67,8 @@ def end_line(event: TurnEnded) -> str | None:
 
 
 def _cost(cost: Cost) -> str:
-    steps = f"{cost.steps} step{'s' if cost.steps != 1 else ''}"
-    calls = f"{cost.calls} call{'s' if cost.calls != 1 else ''}"
-    read = f"{cost.read_tokens:,} token{'s' if cost.read_tokens != 1 else ''} read"
-    return f"{steps}, {calls}, {read}, {cost.written_tokens:,} written"
+    done = f"{counted(cost.steps, 'step')}, {counted(cost.calls, 'call')}"
+    return f"{done}, {counted(cost.read_tokens, 'token')} read, {cost.written_tokens:,} written"
 
 
 def diff_lines(diff: str) -> list[str]:

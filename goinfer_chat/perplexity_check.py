@@ -1,4 +1,4 @@
-"""`goinfer-chat check`: figures that say whether a model computes what it should."""
+"""`goinfer-chat check --perplexity FILE`: how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from engine.errors import UsageError
 from engine.perplexity import CHUNK_TOKENS, perplexity
+from goinfer_chat.files import reason_of
 from goinfer_chat.modes import EngineFactory
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream, true_text
@@ -46,8 +47,7 @@ def check_perplexity(settings: Settings, make_engine: EngineFactory, file: str) 
     try:
         text = Path(file).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"{true_text(file)} cannot be read: {reason}") from None
+        raise UsageError(f"{true_text(file)} cannot be read: {reason_of(error)}") from None
     out, side = Stream(sys.stdout), Stream(None if settings.quiet else sys.stderr)
     with closing(make_engine(settings, side)) as engine:
         if not isinstance(engine, Scorer):
