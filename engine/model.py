@@ -7,6 +7,7 @@ of a prompt, decode steps and several conversations mix freely. By the numerics 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,7 @@ class Model:
             "busy_experts": b.busy_experts.ctypes.data,
             "slot_rows": b.slot_rows.ctypes.data,
             "slot_weights": b.slot_weights.ctypes.data,
+            "page_bytes": mmap.PAGESIZE if self.weights.from_disk and hasattr(mmap, "MADV_WILLNEED") else 0,
             "num_threads": self.threads,
             "generation": b.generation.ctypes.data,
             "counters": b.counters.ctypes.data,

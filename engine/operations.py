@@ -268,7 +268,8 @@ class Program:
         self._multiply(self._hidden, layer.router, router)
         self._add_bias(f"blk.{n}.ffn_gate_inp", router, c.experts.count)
         self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0])
-        self._add(Op.GROUP)
+        # Its matrices are adjacent: gate and up, or one for both, and down.
+        self._add(Op.GROUP, matrix=self._numbers[id(part.gate_up[0])], num_matrices=len(part.all))
         self._add(Op.GATHER, activation=self._hidden, second=self._gathered)
         biases = self._expert_biases(n, ("ffn_gate_exps", "ffn_up_exps"), c.experts.ffn_size)
         self._gate(Op.EXPERTS_GATED, self._gathered, self._expert_gated, part, biases)

@@ -121,6 +121,7 @@ class Weights:
             total += -(-m.num_bytes // PAGE) * PAGE
         # Kernels prefetch past the last group; the addresses should be ours even so.
         total += 2 * PREFETCH_BYTES
+        self.from_disk = from_disk
         self._writer: threading.Thread | None = None
         places = repr([(m.name, m.fmt.type.name, m.offset, m.num_bytes) for m in matrices])
         key = b""

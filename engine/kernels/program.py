@@ -204,6 +204,7 @@ CONTEXT = _record(
     "busy_experts",  # int32 [num_experts + 1]: the experts that have slots, ascending, then -1
     "slot_rows",  # int32 [rows * num_chosen]
     "slot_weights",  # f32 [rows * num_chosen]
+    "page_bytes",  # of the system, where weights are read from the disk when they are needed; 0: they are in memory
     # the threads
     "num_threads",
     "generation",  # address of a counter: steps started
