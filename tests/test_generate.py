@@ -421,6 +421,8 @@ def test_a_pace_learns_how_many_rows_fit_its_time() -> None:
     assert pace.rows(600) == 320  # two chunks of about the same size, not 512 and 88
     pace.measured(512, 1.0)
     assert pace.rows(10_000) == 128
+    assert pace.rows(192) == 192  # the last go in one, where that takes half as long again
+    assert pace.rows(193) == 128
     pace.measured(5, 0.02)
     pace.measured(20, 0.06)
     assert pace.rows(10_000) == 128  # few rows say nothing, as long as they are quick
