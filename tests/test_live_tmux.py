@@ -56,9 +56,11 @@ def test_a_window_that_changes_its_size_during_a_reply_keeps_every_word_once_and
     terminal.send("hi")
     terminal.key("Enter")
     terminal.wait("tokens, TTFT" if panel == "panel" else "tokens | TTFT")
-    for columns, rows in sizes:
-        terminal.resize(columns, rows)
+    terminal.resize(*sizes[0])
+    terminal.wait(lambda: "TTFT" not in terminal.text)  # the program knows: nothing is live until the size stays
+    for columns, rows in sizes[1:]:
         time.sleep(pause)
+        terminal.resize(columns, rows)
     terminal.wait("prompt 3 ")
     terminal.wait(lambda: terminal.text.count(">") >= 2)
     reply, _, after = terminal.text.partition("prompt 3 ")
