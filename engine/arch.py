@@ -244,6 +244,8 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_rope_scaling=True,
                 local_rotation=True,
             ),
+            ArchSpec(name="exaone", models="EXAONE 3, 3.5", neox_rope=True),
+            ArchSpec(name="chatglm", models="ChatGLM 3, GLM 4 9B", neox_rope=False),
             ArchSpec(name="seed_oss", models="Seed OSS", neox_rope=True, ffn_norm="post_attention_norm"),
             ArchSpec(name="internlm2", models="InternLM 2, 2.5", neox_rope=False),
             ArchSpec(name="arcee", models="AFM 4.5B", neox_rope=False, gated=False, activation="relu2"),
@@ -293,6 +295,24 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
         )
     }
 )
+
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma4": "heads of two sizes, layers that share keys and values, embeddings for each layer",
+        "gemma3n": "several residual streams, layers that share keys and values, embeddings for each layer",
+        "llama4": "attention in chunks",
+        "deepseek2": "keys and values that are kept compressed (MLA)",
+        "lfm2": "layers that are short convolutions",
+        "lfm2moe": "layers that are short convolutions",
+        "mamba": "state space layers",
+        "mamba2": "state space layers",
+        "granitehybrid": "state space layers",
+        "nemotron_h": "state space layers",
+        "falcon-h1": "state space layers",
+        "hunyuan-dense": "norms of heads behind the rotation",
+    }
+)
+"""Architectures that people ask for, and what they have that no operation computes."""
 
 ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 
@@ -470,8 +490,10 @@ class _Reader:
             raise ModelFileError(f"{self.file}: general.architecture is missing, so this is not a language model")
         if name not in ARCHITECTURES:
             shown = "".join(c for c in name if c.isprintable())[:64]
+            why = f" ({NOT_YET[name]})" if name in NOT_YET else ""
             raise UnsupportedModelError(
-                f"{self.file}: architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}"
+                f"{self.file}: architecture {shown} is not supported{why}; "
+                f"goinfer-chat models --supported lists the {len(ARCHITECTURES)} that are"
             )
         self.arch = ARCHITECTURES[name]
 

@@ -74,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "phi2": with_keys("phi2", {"rope.dimension_count": 12}, tied=False, num_kv_heads=4),
     "nemotron": with_keys("nemotron", {"rope.dimension_count": 8}, tied=False),
     "glm4": with_keys("glm4", {"rope.dimension_count": 8}, tied=False),
+    "chatglm": with_keys("chatglm", {"rope.dimension_count": 8}, tied=False),
+    "exaone": with_keys("exaone", {"rope.dimension_count": 16}, rope_factors=FACTORS),
     # llama.cpp looks for windows in a model of 64 layers only.
     "exaone4-windows": {
         "architecture": "exaone4",

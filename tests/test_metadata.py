@@ -15,7 +15,8 @@ from test_forward import Runner, tokens
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from engine.arch import ARCHITECTURES as ARCHITECTURE_ROWS
-from engine.errors import GoinferError
+from engine.arch import NOT_YET
+from engine.errors import GoinferError, UnsupportedModelError
 from engine.gguf_file import open_gguf
 from engine.model import Model
 
@@ -152,3 +153,14 @@ def test_the_values_are_odd_enough_to_be_refused_and_tame_enough_to_run(tmp_path
         write_tiny_model(tmp_path / "tame.gguf", metadata={"llama.rope.scaling.factor": 2.0}, **SIZES)
     )
     assert np.isnan(odd["rope.freq_base"])
+
+
+def test_an_architecture_that_does_not_run_is_refused_with_what_it_would_take(tmp_path: Path) -> None:
+    assert not set(NOT_YET) & set(ARCHITECTURE_ROWS)
+    for name, what in [*NOT_YET.items(), ("unheard-of", "")]:
+        path = write_tiny_model(tmp_path / "other.gguf", metadata={"general.architecture": name}, **SIZES)
+        with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError) as error:
+            Model.load(gguf)
+        assert f"other.gguf: architecture {name} is not supported" in str(error.value)
+        assert f"({what})" in str(error.value) or not what
+        assert "models --supported" in str(error.value)

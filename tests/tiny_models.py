@@ -24,7 +24,7 @@ Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
-    "qwen35", "qwen35moe", "qwen3next", "gpt-oss",
+    "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -150,19 +150,19 @@ def _matrices_and_vectors(
             block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
         if architecture in ("phi2", "command-r", "cohere2"):
             del block["ffn_norm.weight"]
-        if architecture in ("phi2", "phi3"):
+        if architecture in ("phi2", "phi3", "chatglm"):
             block["attn_qkv.weight"] = (q_size + 2 * kv_size, hidden)
             for name in ("attn_q", "attn_k", "attn_v"):
                 del block[f"{name}.weight"]
-        if architecture in ("phi3", "glm4"):
+        if architecture in ("phi3", "glm4", "chatglm"):
             block["ffn_up.weight"] = (2 * ffn, hidden)
-        if architecture in ("phi3", "glm4", *_UNGATED):
+        if architecture in ("phi3", "glm4", "chatglm", *_UNGATED):
             del block["ffn_gate.weight"]
         if architecture in _CENTRED and not architecture.startswith("co"):
             block |= {f"{norm}.bias": (hidden,) for norm in ("attn_norm", "ffn_norm") if f"{norm}.weight" in block}
         if architecture in _BIASED:
             block |= {"attn_output.bias": (hidden,), "ffn_up.bias": (ffn,), "ffn_down.bias": (hidden,)}
-        if architecture == "phi2":
+        if architecture in ("phi2", "chatglm"):
             block["attn_qkv.bias"] = (q_size + 2 * kv_size,)
         if experts:
             block |= {
