@@ -16,7 +16,7 @@ from engine.api import KVType
 from engine.arch import DeltaSizes, Experts, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
-from engine.kernels.plan import TAPS
+from engine.kernels.plan import DELTA_COLUMNS, TAPS
 from engine.quant import row_bytes
 
 Floats = NDArray[np.float32]
@@ -132,8 +132,9 @@ def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Flo
     shared = heads // sizes.num_key_heads
     q, k = (np.repeat(y, shared, axis=1) if c.arch.interleaved_deltas else np.tile(y, (1, shared, 1)) for y in (q, k))
     given, state = twins.delta(q, k, v, decay, share, np.zeros((heads, dim, dim), np.float32))
+    strips = state.reshape(heads, dim, -1, DELTA_COLUMNS).swapaxes(1, 2)  # columns that are worked on together
     out = twins.norm_gated(given, gate.reshape(given.shape), t.vector(f"{block}.ssm_norm.weight"), c.norm_eps)
-    return out.reshape(length, -1), np.concatenate([history.reshape(-1), state.reshape(-1)])
+    return out.reshape(length, -1), np.concatenate([history.reshape(-1), strips.reshape(-1)])
 
 
 def _normed(c: ModelConfig, t: _Tensors, norm: str, x: Floats, factor: float = 1.0) -> Floats:

@@ -398,6 +398,15 @@ class Runner:
             found.append(self.step((table, some), want=wanted))
         return np.concatenate(found)
 
+    def state(self, table: BlockTable) -> np.ndarray:
+        """Running states [layers with such, layer_bytes / 4] f32 of a conversation, which rests from here on."""
+        assert self.pool.states is not None
+        assert table.state is not None
+        table.rest()
+        slot = table.state.checkpoints[-1].slot
+        assert self.model.config.delta is not None
+        return self.pool.states.memory[slot].view(np.float32).reshape(len(self.model.config.delta.layers), -1)
+
     def cache(self, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values [layers, S, G, D] of a conversation, out of the pool's blocks; q8_0 as what it stands for."""
         c, kv_type = self.model.config, self.model.kv_type
@@ -497,6 +506,8 @@ def test_the_compiled_step_has_the_bits_of_the_numpy_step(
             logits = [runner.step((table, ids[first : first + 35])) for first in (0, 35)]
             assert_same_bits(np.concatenate(logits), expected.logits)
             assert_same_cache(runner, table, (expected.keys, expected.values))
+            if table.state is not None:
+                assert_same_bits(runner.state(table), expected.states)
 
 
 @pytest.mark.parametrize("window", [0, 100, 600])

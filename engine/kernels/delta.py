@@ -91,11 +91,10 @@ def delta_gates(b: KernelBuilder, beta: Value, decay: Value, bias: Value, rate: 
         b.write(b.exp(b.fmul(b.read(VF, rate, at), softplus)), decay, at)
 
 
-def delta(
-    b: KernelBuilder, state: Value, width: Value, q: Value, k: Value, v: Value, decay: Value, beta: Value, n: Value
-) -> None:
-    """One token of one head: DELTA_COLUMNS columns of the state [n][width bytes] f32 and of v; v becomes the output.
+def delta(b: KernelBuilder, state: Value, q: Value, k: Value, v: Value, decay: Value, beta: Value, n: Value) -> None:
+    """One token of one head: DELTA_COLUMNS columns of the state [n][DELTA_COLUMNS] f32 and of v; v becomes the output.
 
+    These columns lie together, since rows of a whole matrix are a power of two apart and would share few sets of L1.
     q and k [n] f32; decay and beta are addresses of an f32. Sums over n run in _CHAINS chains, row i in chain i mod 4.
     """
     state, q, k, v = (b.pointer(p) for p in (state, q, k, v))
@@ -107,7 +106,7 @@ def delta(
         with b.loop(b.sdiv(n, I64(_CHAINS))) as r:
             for j in range(_CHAINS):
                 i = b.sum(b.times(r, _CHAINS), j)
-                at = b.times(i, width)
+                at = b.times(i, 4 * DELTA_COLUMNS)
                 for c in vectors:
                     slot = chains[j][c]
                     b.store(body(i, at, c, b.get(slot, VF)), slot)

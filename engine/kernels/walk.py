@@ -184,7 +184,7 @@ store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_val
 store_key_q8_0, store_value_q8_0 = _kernel("store_key_q8_0", 4), _kernel("store_value_q8_0", 4)
 widen_keys_q8_0, widen_values_q8_0 = _kernel("widen_keys_q8_0", 4), _kernel("widen_values_q8_0", 4)
 convolve, unit_vector, delta_gates = _kernel("convolve", 6), _kernel("unit_vector", 4), _kernel("delta_gates", 5)
-delta, norm_gated, gate_vector = _kernel("delta", 8), _kernel("norm_gated", 6), _kernel("gate_vector", 3)
+delta, norm_gated, gate_vector = _kernel("delta", 7), _kernel("norm_gated", 6), _kernel("gate_vector", 3)
 scores_floats, weigh_floats, softmax = _kernel("scores_floats", 6), _kernel("weigh_floats", 7), _kernel("softmax", 6)
 fix_query, fix_keys, scores_fixed = _kernel("fix_query", 2), _kernel("fix_keys", 5), _kernel("scores_fixed", 7)
 scale_values, fix_weights = _kernel("scale_values", 5), _kernel("fix_weights", 5)
@@ -835,25 +835,21 @@ def delta_run(c: Record, op: Record, head: int, column: int, state: int, first: 
         x, share = c.qkv + r * c.qkv_bytes, factors_of(c, r) + 4 * head
         q, k = x + key * dim * 4, x + (c.key_heads + key) * dim * 4
         v = x + ((2 * c.key_heads + head) * dim + column) * 4
-        delta(state, 4 * dim, q, k, v, share + decay_offset(c), share, dim)
+        delta(state, q, k, v, share + decay_offset(c), share, dim)
 
 
 @compiled
 def delta_rows(c: Record, op: Record, start: int, end: int) -> None:
-    """Strips of DELTA_COLUMNS columns of the state of a value head, each through all rows."""
-    width = 4 * c.delta_dim
-    strips = c.delta_dim // DELTA_COLUMNS
+    """Strips of DELTA_COLUMNS columns of the state of a value head, one after the other, each through all rows."""
+    strips, size = c.delta_dim // DELTA_COLUMNS, c.delta_dim * DELTA_COLUMNS * 4
     for i in range(start, end):
-        head, column, first = i // strips, i % strips * DELTA_COLUMNS, 0
-        at = op.state_offset + head * c.delta_dim * width + column * 4
+        head, column, first, at = i // strips, i % strips * DELTA_COLUMNS, 0, op.state_offset + i * size
         while first < c.num_rows:
             last, r, segment = conversation_end(c, first, c.num_rows), first, 0
             while r < last:
                 state, until = slot_of(c, first, segment) + at, segment_end(c, first, last, segment)
                 if segment > 0:
-                    before = slot_of(c, first, segment - 1) + at
-                    for j in range(c.delta_dim):
-                        copy_bytes(state + j * width, before + j * width, DELTA_COLUMNS * 4)
+                    copy_bytes(state, slot_of(c, first, segment - 1) + at, size)
                 delta_run(c, op, head, column, state, r, until)
                 r, segment = until, segment + 1
             first = last
