@@ -9,14 +9,14 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from engine.api import Engine, Event, Finished, Message, NamedTool, Notice, Request, TextDelta, ToolCall
 from engine.errors import GoinferError, UsageError
 from goinfer_chat.attachments import Attachment, with_attachments
 from goinfer_chat.calls.events import Step, TurnEvent
-from goinfer_chat.conversations import DATE, Conversations
+from goinfer_chat.conversations import Conversations
+from goinfer_chat.request import prompt_request
 from goinfer_chat.settings import Settings
 from goinfer_chat.store import (
     HEAD,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from goinfer_chat.calls.approval import Asker
     from goinfer_chat.calls.toolbox import Toolbox
     from goinfer_chat.engines import Engines
-    from tools import Journal, TakenBack, Tool
+    from tools import Journal, TakenBack
 
 Turn = Generator[Event, None, Step | None]
 
@@ -181,7 +181,7 @@ class Agent:
         named = NamedTool(name=forced) if forced is not None and force else None
         messages = (*live.messages(self.model.identity, at=after), *said)
         return replace(
-            prompt(live.id, messages, offered, settings, live.info.settings),
+            prompt_request(live.id, messages, offered, settings, live.info.settings),
             tool_choice=named or ("none" if self.schema is not None else "auto"),
             parallel_tool_calls=settings.parallel_calls,
             json_schema=None if named else self.schema,
@@ -389,33 +389,3 @@ class Agent:
         self._unanswered = None
         if live.recovered and live.recovered[-1].message.role == "user":
             self._unanswered = Ask(text=None, after=live.recovered[-1].id)
-
-
-def prompt(
-    conversation: str,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    settings: Settings,
-    about: Mapping[str, Any],
-) -> Request:
-    """A request that has what the prompt is made of. `about`: the settings that the conversation keeps."""
-    system = () if settings.system is None else (Message(role="system", content=settings.system),)
-    return Request(
-        messages=(*system, *messages),
-        tools=tuple(tool.describe() for tool in tools),
-        conversation=conversation,
-        template_kwargs=_day(about) | _thinking(settings),
-    )
-
-
-def _day(about: Mapping[str, Any]) -> dict[str, Any]:
-    """`date_string` is what templates that tell the day call it; those that do not leave it alone."""
-    day = about.get(DATE)
-    with suppress(ValueError, TypeError):
-        return {"date_string": date.fromisoformat(day).strftime("%d %b %Y")} if day is not None else {}
-    return {}
-
-
-def _thinking(settings: Settings) -> dict[str, Any]:
-    """`enable_thinking` is what templates of thinking models ask for; the others leave it alone."""
-    return {} if settings.think == "auto" else {"enable_thinking": settings.think == "on"}

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from engine.api import Message, Prospect
 from engine.errors import UsageError
-from goinfer_chat.agent import Agent, Ask, prompt
+from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.amounts import counted
 from goinfer_chat.conversations import of_today
+from goinfer_chat.request import prompt_request
 from goinfer_chat.settings import Settings
 from goinfer_chat.store import Conversation, StoredMessage
 from goinfer_chat.store.records import for_model
@@ -90,7 +91,7 @@ def foresee(
         messages = [Message(role="user", content="")]  # templates want one
     begun = there.conversation
     name, about = ("new", of_today()) if begun is None else (begun.id, begun.settings)
-    request = prompt(name, messages, tools, settings, about)
+    request = prompt_request(name, messages, tools, settings, about)
     if not there.is_asked:
         request = replace(request, template_kwargs={**request.template_kwargs, "add_generation_prompt": False})
     return agent.engine.foresee(request, forgotten) if model is None else model.foresee(request)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 HEADINGS: Final = ("name", "last used", "messages", "tokens", "cache", "a token", "model", "id")
 SHORT: Final = 6
 """How many of them a list at the prompt has."""
+TRACES_LEFT: Final = "its last traces on the disk go when the other goinfer-chat that is reading them ends"
+"""Said of a deleted conversation where Store.delete returns False."""
 
 
 def name_of(conversation: Conversation) -> str:

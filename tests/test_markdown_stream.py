@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from goinfer_chat.view.cells import Line, line_width, plain
 from goinfer_chat.view.highlight import WINDOW, Highlighter
-from goinfer_chat.view.markdown_blocks import code_blocks, parse
+from goinfer_chat.view.markdown_parser import code_blocks, parse
 from goinfer_chat.view.markdown_stream import MarkdownStream, RawStream, ReplyStream
 
 SAMPLE = '''# Title

@@ -13,7 +13,7 @@ from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.amounts import counted
 from goinfer_chat.files import write_new
 from goinfer_chat.foresight import Standing, about_to_ask, foresee, sentence, standing, undone
-from goinfer_chat.listing import HEADINGS, SHORT, cells_of, excerpt, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, SHORT, TRACES_LEFT, cells_of, excerpt, hit_lines, name_of, when
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
 from goinfer_chat.values import parse_int
@@ -114,8 +114,7 @@ def _delete(agent: Agent, argument: str) -> Outcome:
         present = agent.live.info.name if agent.live and agent.conversations.is_kept else None
         raise UsageError("/delete needs a name" + (f"; this conversation is called {present}" if present else ""))
     name, complete = agent.delete(argument)
-    traces = "" if complete else " The last traces on the disk go when the other goinfer-chat ends that is reading."
-    return Outcome(f"Deleted {name}.{traces}")
+    return Outcome(f"Deleted {name}." if complete else f"Deleted {name}; {TRACES_LEFT}.")
 
 
 # -- what is said again ------------------------------------------------------------------------------------------------

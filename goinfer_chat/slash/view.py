@@ -55,7 +55,7 @@ def _last_reply(agent: Agent) -> str:
 
 
 def _code_block(text: str, number: int) -> str:
-    from goinfer_chat.view.markdown_blocks import code_blocks
+    from goinfer_chat.view.markdown_parser import code_blocks
 
     blocks = code_blocks(text)
     if not 1 <= number <= len(blocks):

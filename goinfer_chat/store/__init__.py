@@ -3,9 +3,9 @@
 folder.py         the folder, who may read it, locks
 names.py          what a conversation may be called
 database.py       the SQLite file: schema, migrations, transactions, errors
-queries.py        all SQL on it
+queries.py        all SQL on it (rows.py: the values in it)
 live.py           a conversation that goes on, and the reply that is being written
-conversations.py  the store: list, find, search, open, fork, delete
+conversations.py  the store: list, find, search, open, fork, delete (searching.py: what is searched for)
 typed.py          what was typed at the prompt
 unkept.py         a conversation in memory alone
 exports.py        Markdown and JSON out, JSON in

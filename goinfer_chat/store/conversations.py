@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,6 +32,7 @@ from goinfer_chat.store.records import (
     SearchHit,
     StoredMessage,
 )
+from goinfer_chat.store.searching import snippet, terms_of
 from goinfer_chat.store.typed import forget_typed
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 DRAFT_SECONDS: Final = 1.0
 """How much of a running reply a crash may cost."""
 CHANGES_SUFFIX: Final = ".changes"
-_SNIPPET_BEFORE: Final = 30
-_SNIPPET: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,7 @@ class Store:
 
         Parts of words count, capitals do not. Raises UsageError for a text without a word.
         """
-        terms = _terms(text)
+        terms = terms_of(text)
         if not terms:
             raise UsageError("there is nothing to search for")
         self._settle_crashed()
@@ -150,7 +148,7 @@ class Store:
             return [
                 SearchHit(conversation=self._get(conversation), message=stored, snippet=shown, found=place)
                 for conversation, stored in found
-                for shown, place in [_snippet(stored.message.content, terms)]
+                for shown, place in [snippet(stored.message.content, terms)]
             ]
 
     # -- going on ------------------------------------------------------------------------------------------------------
@@ -167,10 +165,7 @@ class Store:
 
         Raises UsageError for a name that cannot be taken.
         """
-        id = secrets.token_hex(8)
-        lock = self._lock(id)
-        taken = lock.acquire()
-        assert taken, "an id that was just drawn"
+        id, lock = self._draw()
         try:
             with self._database.writing() as connection:
                 if name is not None:
@@ -238,10 +233,7 @@ class Store:
 
         `number_name`: a name that is taken gets a number; otherwise it raises UsageError.
         """
-        id = secrets.token_hex(8)
-        lock = self._lock(id)
-        taken = lock.acquire()
-        assert taken, "an id that was just drawn"
+        id, lock = self._draw()
         try:
             with self._database.writing() as connection:
                 name = check_name(new.name if new.name is not None else "conversation")
@@ -327,7 +319,16 @@ class Store:
     def _lock(self, id: str) -> Lock:
         return Lock(files.path_of(self.folder, id, files.LOCK_SUFFIX))
 
+    def _draw(self) -> tuple[str, Lock]:
+        """The id of a new conversation, and its lock, which is held."""
+        id = secrets.token_hex(8)
+        lock = self._lock(id)
+        taken = lock.acquire()
+        assert taken, "an id that was just drawn"
+        return id, lock
+
     def _held(self, id: str) -> Lock:
+        """The lock of a conversation that nobody else goes on with. Raises ConversationInUseError."""
         lock = self._lock(id)
         conversation = self.get(id)
         if not lock.acquire():
@@ -393,30 +394,6 @@ class Store:
                         queries.delete_conversation(connection, id)
             finally:
                 lock.release()
-
-
-def _terms(text: str) -> list[str]:
-    clean = queries.storable(text.replace("\0", " "))
-    return [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', clean) if (phrase or word).strip()]
-
-
-def _snippet(text: str, terms: Iterable[str]) -> tuple[str, tuple[int, int] | None]:
-    """One line of the text around the first term in it, and where that is in the line."""
-    matches = [match for term in terms if (match := re.search(re.escape(term), text, re.IGNORECASE))]
-    if not matches:
-        return _one_line(text[:_SNIPPET]), None
-    first = min(matches, key=lambda match: match.start())
-    start = max(0, first.start() - _SNIPPET_BEFORE)
-    end = min(len(text), max(first.end(), start + _SNIPPET))
-    before = ("…" if start else "") + _one_line(text[start : first.start()], keep_end=True)
-    inside = _one_line(first[0])
-    after = _one_line(text[first.end() : end], keep_end=True) + ("…" if end < len(text) else "")
-    return before + inside + after, (len(before), len(before) + len(inside))
-
-
-def _one_line(text: str, *, keep_end: bool = False) -> str:
-    line = re.sub(r"\s+", " ", text)
-    return line if keep_end else line.strip()
 
 
 def _runs(pid: int) -> bool:

@@ -14,8 +14,8 @@ from engine.errors import UsageError
 from goinfer_chat.fences import fenced
 from goinfer_chat.store.conversations import NewConversation
 from goinfer_chat.store.names import check_name
-from goinfer_chat.store.queries import stats_from, storable
 from goinfer_chat.store.records import Conversation, Ending, ModelRef, StoredMessage
+from goinfer_chat.store.rows import stats_from, storable
 
 FORMAT: Final = "goinfer-chat conversation"
 VERSION: Final = 1

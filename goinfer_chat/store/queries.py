@@ -1,24 +1,26 @@
-"""Every statement that is not schema: rows in, records out. All of it runs inside a transaction of its caller."""
+"""Every SQL statement but the schema: records in, records out. All of it runs inside a transaction of its caller."""
 
 from __future__ import annotations
 
 import json
-import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
 from enum import Enum
-from sqlite3 import Connection, Row
-from typing import Any, TypeVar, get_args, overload
+from sqlite3 import Connection
+from typing import Any
 
-from engine.api import Message, Role, TurnStats
-from goinfer_chat.store.database import damaged
+from engine.api import Message, TurnStats
 from goinfer_chat.store.names import name_from, numbered
-from goinfer_chat.store.records import (
-    Conversation,
-    Ending,
-    ModelRef,
-    StoredMessage,
+from goinfer_chat.store.records import Conversation, Ending, ModelRef, StoredMessage
+from goinfer_chat.store.rows import (
+    calls_column,
+    conversation_of,
+    encode_ids,
+    get,
+    message_of,
+    model_columns,
+    need,
+    stats_column,
+    storable,
 )
 
 _CONVERSATIONS = """
@@ -34,7 +36,6 @@ _CONVERSATIONS = """
         ) SELECT up.stats FROM up WHERE up.stats IS NOT NULL) AS last_stats
     FROM conversations c
 """
-_T = TypeVar("_T")
 _HAS_MESSAGES = "EXISTS (SELECT 1 FROM messages m WHERE m.conversation = c.id AND m.kept)"
 
 
@@ -43,7 +44,7 @@ _HAS_MESSAGES = "EXISTS (SELECT 1 FROM messages m WHERE m.conversation = c.id AN
 
 def conversation(connection: Connection, id: str) -> Conversation | None:
     row = connection.execute(f"{_CONVERSATIONS} WHERE c.id = ?", (id,)).fetchone()
-    return _conversation(row) if row else None
+    return conversation_of(row) if row else None
 
 
 def recent(connection: Connection, limit: int | None) -> list[Conversation]:
@@ -51,11 +52,11 @@ def recent(connection: Connection, limit: int | None) -> list[Conversation]:
     rows = connection.execute(
         f"{_CONVERSATIONS} WHERE {_HAS_MESSAGES} ORDER BY c.used DESC LIMIT ?", (-1 if limit is None else limit,)
     )
-    return [_conversation(row) for row in rows]
+    return [conversation_of(row) for row in rows]
 
 
 def ids(connection: Connection) -> set[str]:
-    return {_need(row, "id", str) for row in connection.execute("SELECT id FROM conversations")}
+    return {need(row, "id", str) for row in connection.execute("SELECT id FROM conversations")}
 
 
 def empty_ids(connection: Connection) -> list[str]:
@@ -63,18 +64,18 @@ def empty_ids(connection: Connection) -> list[str]:
     rows = connection.execute(
         "SELECT id FROM conversations c WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.conversation = c.id)"
     )
-    return [_need(row, "id", str) for row in rows]
+    return [need(row, "id", str) for row in rows]
 
 
 def named(connection: Connection, name: str) -> str | None:
     """The id of the conversation of that name."""
     row = connection.execute("SELECT id FROM conversations WHERE name = ?", (name,)).fetchone()
-    return _need(row, "id", str) if row else None
+    return need(row, "id", str) if row else None
 
 
 def names(connection: Connection) -> set[str]:
     rows = connection.execute("SELECT name FROM conversations WHERE name IS NOT NULL")
-    return {_need(row, "name", str) for row in rows}
+    return {need(row, "name", str) for row in rows}
 
 
 def insert_conversation(
@@ -90,7 +91,7 @@ def insert_conversation(
     connection.execute(
         "INSERT INTO conversations (id, name, created, updated, used, model, model_name, system, settings)"
         " VALUES (?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM conversations), ?, ?, ?, ?)",
-        (id, name, now, now, *_model(model), storable(system), json.dumps(dict(settings))),
+        (id, name, now, now, *model_columns(model), storable(system), json.dumps(dict(settings))),
     )
 
 
@@ -105,7 +106,7 @@ def touch(connection: Connection, id: str, *, holder: int | None = None) -> None
 
 def holder(connection: Connection, id: str) -> int | None:
     row = connection.execute("SELECT holder FROM conversations WHERE id = ?", (id,)).fetchone()
-    return _get(row, "holder", int) if row else None
+    return get(row, "holder", int) if row else None
 
 
 def rename(connection: Connection, id: str, name: str) -> None:
@@ -117,7 +118,7 @@ def set_head(connection: Connection, id: str, head: int | None) -> None:
 
 
 def set_model(connection: Connection, id: str, model: ModelRef) -> None:
-    connection.execute("UPDATE conversations SET model = ?, model_name = ? WHERE id = ?", (*_model(model), id))
+    connection.execute("UPDATE conversations SET model = ?, model_name = ? WHERE id = ?", (*model_columns(model), id))
 
 
 def set_system(connection: Connection, id: str, system: str | None) -> None:
@@ -134,28 +135,6 @@ def delete_conversation(connection: Connection, id: str) -> None:
     connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
 
 
-def _model(model: ModelRef | None) -> tuple[str | None, str | None]:
-    return (model.identity, storable(model.name)) if model else (None, None)
-
-
-def _conversation(row: Row) -> Conversation:
-    stats = _stats(_text(row, "last_stats"))
-    model = _text(row, "model")
-    return Conversation(
-        id=_need(row, "id", str),
-        name=_text(row, "name"),
-        created=_need(row, "created", float),
-        updated=_need(row, "updated", float),
-        model=ModelRef(identity=model, name=_text(row, "model_name") or "") if model else None,
-        system=_text(row, "system"),
-        settings=_json(_need(row, "settings", str), dict),
-        head=_get(row, "head", int),
-        num_messages=_need(row, "num_messages", int),
-        num_beside=_need(row, "num_all", int) - _need(row, "num_messages", int),
-        context_tokens=stats.context_used if stats else None,
-    )
-
-
 # -- the tree of messages ----------------------------------------------------------------------------------------------
 
 
@@ -168,20 +147,20 @@ def path(connection: Connection, at: int | None) -> list[StoredMessage]:
         " SELECT m.* FROM messages m JOIN up ON m.id = up.id ORDER BY m.id",
         (at,),
     )
-    return [_message(row) for row in rows]
+    return [message_of(row) for row in rows]
 
 
 def tree(connection: Connection, conversation: str) -> list[StoredMessage]:
     """Every kept message of all branches in the order of writing, so that parents come first."""
     rows = connection.execute("SELECT * FROM messages WHERE conversation = ? AND kept ORDER BY id", (conversation,))
-    return [_message(row) for row in rows]
+    return [message_of(row) for row in rows]
 
 
 def message(connection: Connection, conversation: str, id: int) -> StoredMessage | None:
     row = connection.execute(
         "SELECT * FROM messages WHERE id = ? AND conversation = ? AND kept", (id, conversation)
     ).fetchone()
-    return _message(row) if row else None
+    return message_of(row) if row else None
 
 
 def insert_message(
@@ -209,11 +188,11 @@ def insert_message(
             storable(message.thinking),
             encode_ids(message.ids),
             model,
-            json.dumps([dict(call) for call in message.tool_calls]) if message.tool_calls else None,
+            calls_column(message),
             storable(message.tool_call_id),
             storable(message.name),
             finish_reason,
-            json.dumps(asdict(stats)) if stats else None,
+            stats_column(stats),
         ),
     )
     assert cursor.lastrowid is not None
@@ -253,7 +232,7 @@ class Settled(Enum):
 def with_running_turn(connection: Connection) -> list[str]:
     """Conversations with a turn that has not ended: it runs, or the program ended first."""
     rows = connection.execute("SELECT DISTINCT conversation FROM messages WHERE NOT kept")
-    return [_need(row, "conversation", str) for row in rows]
+    return [need(row, "conversation", str) for row in rows]
 
 
 def left_open(connection: Connection, conversation: str) -> list[StoredMessage]:
@@ -268,7 +247,7 @@ def left_open(connection: Connection, conversation: str) -> list[StoredMessage]:
     ).fetchall()
     if not rows:
         return []
-    last, head = _message(rows[0]), _get(rows[0], "head", int)
+    last, head = message_of(rows[0]), get(rows[0], "head", int)
     cut = last.finish_reason == "interrupted" and last.id == head
     unanswered = last.message.role == "user" and last.parent == head
     if last.message.role == "tool" and last.id == head:
@@ -283,7 +262,7 @@ def left_open(connection: Connection, conversation: str) -> list[StoredMessage]:
 def running(connection: Connection, conversation: str) -> list[StoredMessage]:
     """What belongs to a turn that has not ended: what was said to the model, then the draft of its reply."""
     rows = connection.execute("SELECT * FROM messages WHERE conversation = ? AND NOT kept ORDER BY id", (conversation,))
-    return [_message(row) for row in rows]
+    return [message_of(row) for row in rows]
 
 
 def save_draft(connection: Connection, id: int, content: str, ids: Sequence[int]) -> None:
@@ -311,9 +290,9 @@ def finish(
             storable(message.content),
             storable(message.thinking),
             encode_ids(message.ids),
-            json.dumps([dict(call) for call in message.tool_calls]) if message.tool_calls else None,
+            calls_column(message),
             finish_reason,
-            json.dumps(asdict(stats)) if stats else None,
+            stats_column(stats),
             reply,
         ),
     )
@@ -366,7 +345,7 @@ def _draw_name(connection: Connection, conversation: str) -> None:
         (conversation,),
     ).fetchone()
     if row:
-        rename(connection, conversation, numbered(name_from(_need(row, "content", str)), names(connection)))
+        rename(connection, conversation, numbered(name_from(need(row, "content", str)), names(connection)))
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -396,100 +375,4 @@ def search(
         f" WHERE {where} ORDER BY m.id DESC LIMIT ?",
         (*values, limit),
     )
-    return [(_need(row, "conversation", str), _message(row)) for row in rows]
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-@overload
-def storable(text: str) -> str: ...
-
-
-@overload
-def storable(text: None) -> None: ...
-
-
-def storable(text: str | None) -> str | None:
-    """Lone surrogates, which no UTF-8 has, as U+FFFD."""
-    return None if text is None else re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
-def encode_ids(ids: Sequence[int] | None) -> bytes | None:
-    return None if ids is None else struct.pack(f"<{len(ids)}I", *ids)
-
-
-def _decode_ids(blob: bytes | None) -> tuple[int, ...] | None:
-    if blob is None:
-        return None
-    if len(blob) % 4:
-        raise damaged("token ids cannot be read")
-    return struct.unpack(f"<{len(blob) // 4}I", blob)
-
-
-def _message(row: Row) -> StoredMessage:
-    role: Any = _need(row, "role", str)
-    if role not in get_args(Role):
-        raise damaged(f"a message of the role {role!r}")
-    calls = _text(row, "tool_calls")
-    ending: Any = _text(row, "finish_reason")
-    return StoredMessage(
-        id=_need(row, "id", int),
-        parent=_get(row, "parent", int),
-        message=Message(
-            role=role,
-            content=_need(row, "content", str),
-            thinking=_text(row, "thinking"),
-            ids=_decode_ids(_get(row, "ids", bytes)),
-            tool_calls=tuple(_json(calls, list)) if calls is not None else (),
-            tool_call_id=_text(row, "tool_call_id"),
-            name=_text(row, "name"),
-        ),
-        created=_need(row, "created", float),
-        model=_text(row, "model"),
-        finish_reason=ending,
-        stats=_stats(_text(row, "stats")),
-    )
-
-
-def _get(row: Row, name: str, kind: type[_T]) -> _T | None:
-    value = row[name]
-    if value is not None and not isinstance(value, kind):
-        raise damaged(f"{name} is no {kind.__name__}")
-    return value
-
-
-def _need(row: Row, name: str, kind: type[_T]) -> _T:
-    value = _get(row, name, kind)
-    if value is None:
-        raise damaged(f"{name} is missing")
-    return value
-
-
-def _text(row: Row, name: str) -> str | None:
-    return _get(row, name, str)
-
-
-def _json(text: str, kind: type) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        raise damaged(f"JSON that is no {kind.__name__}")
-    return value
-
-
-_STATS_FIELDS = frozenset(field.name for field in fields(TurnStats))
-
-
-def stats_from(values: Mapping[str, Any]) -> TurnStats | None:
-    """Figures by name; unknown names, which a later program wrote, are left out. None when needed ones are missing."""
-    try:
-        return TurnStats(**{name: value for name, value in values.items() if name in _STATS_FIELDS})
-    except TypeError:
-        return None
-
-
-def _stats(text: str | None) -> TurnStats | None:
-    return None if text is None else stats_from(_json(text, dict))
+    return [(need(row, "conversation", str), message_of(row)) for row in rows]

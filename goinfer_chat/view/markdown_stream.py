@@ -14,7 +14,8 @@ from typing import Protocol
 from goinfer_chat.terminal import sanitize
 from goinfer_chat.view.cells import Line, Row, Run, line_width, wrap
 from goinfer_chat.view.highlight import Highlighter
-from goinfer_chat.view.markdown_blocks import Code, Flow, MarkdownBlock, parse
+from goinfer_chat.view.markdown_blocks import Code, Flow, MarkdownBlock
+from goinfer_chat.view.markdown_parser import parse
 
 
 class ReplyStream(Protocol):
@@ -59,7 +60,7 @@ class RawStream:
 
 class MarkdownStream:
     def __init__(self, *, keep_marks: bool = False) -> None:
-        """`keep_marks`: see `markdown_blocks.parse`."""
+        """`keep_marks`: see `markdown_parser.parse`."""
         self._keep_marks = keep_marks
         self._source = ""
         """From the start of the last top-level block, or of the last item of a list, on."""
