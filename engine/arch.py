@@ -47,6 +47,8 @@ class ArchSpec:
     """What the file calls the norm on the input of the feed-forward layer."""
     whole_head_norms: bool = False
     """The norms of q and k run over all heads together (OLMo 2), not over each."""
+    late_head_norms: bool = False
+    """The norms of q and k stand behind the rotation (Hunyuan)."""
     scale_embedding: bool = False
     """Multiply embeddings with sqrt(hidden size)."""
     local_layers: int = 0
@@ -247,6 +249,9 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec(name="exaone", models="EXAONE 3, 3.5", neox_rope=True),
             ArchSpec(name="chatglm", models="ChatGLM 3, GLM 4 9B", neox_rope=False),
             ArchSpec(name="seed_oss", models="Seed OSS", neox_rope=True, ffn_norm="post_attention_norm"),
+            ArchSpec(
+                name="hunyuan-dense", models="Hunyuan 0.5B, 1.8B, 4B, 7B, MT", neox_rope=True, late_head_norms=True
+            ),
             ArchSpec(name="internlm2", models="InternLM 2, 2.5", neox_rope=False),
             ArchSpec(name="arcee", models="AFM 4.5B", neox_rope=False, gated=False, activation="relu2"),
             ArchSpec(name="ernie4_5", models="ERNIE 4.5 0.3B", neox_rope=False),
@@ -309,7 +314,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "granitehybrid": "state space layers",
         "nemotron_h": "state space layers",
         "falcon-h1": "state space layers",
-        "hunyuan-dense": "norms of heads behind the rotation",
     }
 )
 """Architectures that people ask for, and what they have that no operation computes."""

@@ -61,6 +61,7 @@ _DIGITS_GPT2_SPLIT = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _LLAMA3_SPLIT = PreTokenizer(patterns=(_LLAMA3,), ignore_merges=True, add_bos=True)
 _CL100K_SPLIT = PreTokenizer(patterns=(_LLAMA3,))
 _O200K_SPLIT = PreTokenizer(patterns=(_O200K,))
+_DEEPSEEK3_SPLIT = PreTokenizer(patterns=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3))
 _QWEN2_SPLIT = PreTokenizer(patterns=(_QWEN2,), nfc=True)
 
 PRE_TOKENIZERS = {
@@ -95,7 +96,8 @@ PRE_TOKENIZERS = {
     "deepseek-coder": PreTokenizer(
         patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}")
     ),
-    "deepseek-v3": PreTokenizer(patterns=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "deepseek-v3": _DEEPSEEK3_SPLIT,
+    "hunyuan-dense": _DEEPSEEK3_SPLIT,
 }
 """`tokenizer.ggml.pre` -> how text is split. Sources: the models' own tokenizer.json, and llama.cpp's
 src/llama-vocab.cpp for which name stands for which; "default" is llama.cpp's own."""

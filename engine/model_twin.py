@@ -170,15 +170,22 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats |
             y = y + t.vector(f"blk.{layer}.{name}.bias")
         if not c.arch.whole_head_norms:
             y = y.reshape(len(x), -1, c.head_dim)
-        if f"blk.{layer}.{name}_norm.weight" in t:
-            weight = t.head_norm(f"blk.{layer}.{name}_norm.weight")
-            centred = c.arch.norm == "centred"
-            y = twins.centred(y, weight, None, c.norm_eps) if centred else twins.normed(y, weight, c.norm_eps)
+        norm = f"blk.{layer}.{name}_norm.weight"
+        if norm in t and not c.arch.late_head_norms:
+            y = _normed_heads(c, t, norm, y)
         y = y.reshape(len(x), -1, c.head_dim)
         rotated = name != "attn_v" and c.is_rotated(layer)
-        heads.append(twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y)
+        y = twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y
+        heads.append(_normed_heads(c, t, norm, y) if norm in t and c.arch.late_head_norms else y)
     q, k, v = heads
     return gate, q * c.query_scales(len(x))[:, None, None], k, v
+
+
+def _normed_heads(c: ModelConfig, t: _Tensors, norm: str, y: Floats) -> Floats:
+    weight = t.head_norm(norm)
+    return (
+        twins.centred(y, weight, None, c.norm_eps) if c.arch.norm == "centred" else twins.normed(y, weight, c.norm_eps)
+    )
 
 
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:

@@ -140,7 +140,7 @@ class Program:
     def _head_norms(self, layer: int) -> dict[str, int]:
         """What HEADS has to know of the norms of q and k: StableLM 2 and Command R+ have weights for each head."""
         c = self._config
-        found = {"centred": int(c.arch.norm == "centred")}
+        found = {"centred": int(c.arch.norm == "centred"), "late_norms": int(c.arch.late_head_norms)}
         for which, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
             name = f"blk.{layer}.attn_{which}_norm"
             info = self._gguf.tensors.get(f"{name}.weight")

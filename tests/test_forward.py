@@ -248,6 +248,15 @@ MODELS: dict[str, dict[str, Any]] = {
             for name, sign in (("gate", 1), ("up", -1))
         },
     },
+    "hunyuan-dense": {
+        "architecture": "hunyuan-dense",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_size": 96,
+        "num_layers": 1,
+    },
     "mistral3": {
         "architecture": "mistral3",
         "hidden_size": 64,

@@ -24,7 +24,7 @@ Architecture = Literal[
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2", "phi3",
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
-    "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm",
+    "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm", "hunyuan-dense",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -46,7 +46,17 @@ _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2"
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
 _QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2", "gpt-oss")
-_HEAD_NORMED = ("qwen3", "qwen3moe", "qwen3vl", "gemma3", "exaone4", "qwen35", "qwen35moe", "qwen3next")
+_HEAD_NORMED = (
+    "hunyuan-dense",
+    "qwen3",
+    "qwen3moe",
+    "qwen3vl",
+    "gemma3",
+    "exaone4",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+)
 _DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {

@@ -106,6 +106,7 @@ OPERATION = _record(
     "sinks",  # MERGE: address of a softmax state for each head that is merged last, or 0
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
+    "late_norms",  # HEADS: 1: behind the rotation
     "norm_bytes",  # HEADS: from one head's weights to the next one's; 0: all have the same
     "q_scales",  # HEADS: address of a table [positions] f32 that queries are multiplied with; 0: all with the same
     "cos",  # HEADS: addresses of tables [positions, half] f32

@@ -576,6 +576,14 @@ def as_floats(c: Record, numbers: int, head: int, values: int, wide: int) -> int
 
 
 @compiled
+def norm_head(c: Record, op: Record, x: int, weight: int) -> None:
+    if op.centred:
+        centre_vector(x, weight, c.eps, c.head_dim)
+    else:
+        norm_vector(x, weight, c.eps, c.head_dim)
+
+
+@compiled
 def heads(c: Record, op: Record, start: int, end: int) -> None:
     dim = c.head_dim
     total = c.num_heads + 2 * c.num_kv_heads
@@ -587,15 +595,15 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
             add_vector(x, op.bias + h * dim * 4, dim)
         if not is_value:
             weight, own = (op.q_norm, h) if is_query else (op.k_norm, h - c.num_heads)
-            if weight and op.centred:
-                centre_vector(x, weight + own * op.norm_bytes, c.eps, dim)
-            elif weight:
-                norm_vector(x, weight + own * op.norm_bytes, c.eps, dim)
+            if weight and not op.late_norms:
+                norm_head(c, op, x, weight + own * op.norm_bytes)
             table = position * op.half * 4
             if op.neox:
                 rotate_neox(x, op.cos + table, op.sin + table, op.half)
             else:
                 rotate_pairs(x, op.cos + table, op.sin + table, op.half)
+            if weight and op.late_norms:
+                norm_head(c, op, x, weight + own * op.norm_bytes)
         slot = position % BLOCK
         if is_query:
             scale_vector(x, op.q_scales + 4 * position if op.q_scales else c.scale, dim)
