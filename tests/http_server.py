@@ -105,9 +105,8 @@ class Running:
         return not self.engine._scheduler._running and not self.served.admission.num_running
 
 
-def read_answer(connection: socket.socket) -> Answer:
-    """All of an answer; the connection is closed by the server, or the length is told."""
-    raw = b""
+def read_answer(connection: socket.socket, raw: bytes = b"") -> Answer:
+    """All of an answer, of which `raw` was read; the connection is closed by the server, or the length is told."""
     while b"\r\n\r\n" not in raw and (part := connection.recv(65536)):
         raw += part
     head, _, body = raw.partition(b"\r\n\r\n")

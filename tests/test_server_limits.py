@@ -379,6 +379,20 @@ def test_a_head_has_its_time_however_slowly_it_comes(tiny: Path) -> None:
                 time.sleep(0.15)
 
 
+def test_an_answer_that_is_taken_slowly_arrives_whole(tiny: Path) -> None:
+    with running_server(tiny, listening={"idle_seconds": 0.4}) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", server.port))
+        body = json.dumps({"content": "a b " * 400_000}).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        first = connection.recv(1)  # it has begun
+        time.sleep(0.6)
+        answer = read_answer(connection, first)
+        assert len(answer.json["tokens"]) > 400_000
+
+
 # ---------------------------------------------------------------- strangers
 def test_a_name_that_is_not_this_machine_is_refused(narrow: Running) -> None:
     for host in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::2]"):

@@ -41,6 +41,8 @@ class Connection(H11Protocol):
         self.limit_concurrency = None  # what uvicorn would answer 503 by
         self._idle_since = self.loop.time()
         self._deadline: asyncio.TimerHandle | None = None
+        self._waited = False
+        """Whether the deadline was moved for an answer that the client had not taken whole."""
 
     @property
     def is_idle(self) -> bool:
@@ -59,6 +61,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
+        self._waited = False
         super().on_response_complete()
         self._watch()
 
@@ -78,7 +81,15 @@ class Connection(H11Protocol):
         if not self.is_idle or self.transport.is_closing():
             self._unwatch()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+            self._deadline = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self.transport.get_write_buffer_size() and not self._waited:
+            self._waited = True
+            self._watch()
+        else:
+            self.transport.abort()
 
     def _unwatch(self) -> None:
         if self._deadline is not None:
