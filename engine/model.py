@@ -22,7 +22,9 @@ from engine.cpu import usable_threads
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
 from engine.kernels.build import CompiledKernels
+from engine.kernels.formats import WeightFormat
 from engine.kernels.kv_types import runs_of
+from engine.kernels.layout import compiled
 from engine.kernels.matmul import matmul_module
 from engine.kernels.program import CONTEXT, Stored
 from engine.kernels.target import detect
@@ -123,7 +125,7 @@ class Model:
         self._compiled = CompiledKernels(detect(), progress)
         self.matrices = ModelMatrices(gguf, self.config)
         self._load_kernels()
-        self.weights = Weights(gguf, self.matrices.all, threads, progress, from_disk)
+        self.weights = Weights(gguf, self.matrices.all, threads, progress, compiled(self._lay_out), from_disk)
         self.buffers = Buffers(self.config, max_rows, self.max_positions, threads)
         self._program = Program(self, gguf)
         self._context = self._make_context()
@@ -157,6 +159,9 @@ class Model:
         formats = {f"matmul_{m.fmt.type.name}": m.fmt for m in self.matrices.all}
         modules = {name: partial(matmul_module, fmt, self._compiled.target) for name, fmt in formats.items()}
         self._compiled.load({"core": core, **modules})
+
+    def _lay_out(self, fmt: WeightFormat) -> int:
+        return self._compiled.address(f"matmul_{fmt.type.name}", "lay_out")
 
     def kernel_address(self, m: Matrix, function: str) -> int:
         """Address of `matmul` or `dequantize_row` for a matrix's format."""

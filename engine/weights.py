@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from engine import giw_file
 from engine.errors import ModelFileError, OutOfMemoryError
 from engine.gguf_file import GGUFFile
-from engine.kernels.formats import FORMATS, ROWS, WeightFormat, lay_out
+from engine.kernels.formats import FORMATS, ROWS, WeightFormat
+from engine.kernels.layout import LayOut
 from engine.kernels.matmul import PREFETCH_BYTES
 from engine.quant import dequantize, row_bytes
 
@@ -112,6 +113,7 @@ class Weights:
         matrices: list[Matrix],
         threads: int,
         progress: Callable[[str, float], None],
+        lay_out: LayOut,
         from_disk: bool = False,
     ) -> None:
         """Raises OutOfMemoryError, also where the file of `from_disk` cannot be written."""
@@ -122,6 +124,7 @@ class Weights:
         # Kernels prefetch past the last group; the addresses should be ours even so.
         total += 2 * PREFETCH_BYTES
         self.from_disk = from_disk
+        self._lay_out_rows = lay_out
         self._writer: threading.Thread | None = None
         places = repr([(m.name, m.fmt.type.name, m.offset, m.num_bytes) for m in matrices])
         key = b""
@@ -189,7 +192,7 @@ class Weights:
                 raw = runs[:, m.part[0]].reshape(m.num_rows, -1)
                 for g in range(0, m.num_groups, len(strip)):
                     groups = strip[: m.num_groups - g]
-                    lay_out(m.fmt, raw[g * ROWS : (g + len(groups)) * ROWS], groups)
+                    self._lay_out_rows(m.fmt, raw[g * ROWS : (g + len(groups)) * ROWS], groups)
                     put(offset, groups)
                     offset += groups.size
             gguf.forget(m.name)

@@ -70,6 +70,10 @@ class Kernels:
             "kernels", lambda: emit_module("kernels", core.kernels(self.target), self.target.triple), kernel, args
         )
 
+    def address(self, module: str, function: str) -> int:
+        """Of a function of a module that has been called."""
+        return self._compiled.address(module, function)
+
     def call_matmul(self, type: TensorType, function: str, *args: int | np.ndarray) -> None:
         """Call `matmul` or `dequantize_row` of a format."""
         self._call(f"matmul_{type.name}", lambda: matmul_module(FORMATS[type], self.target), function, args)

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_calls import HALVES, TARGETS, activation_rows, assert_same_bits, blocks_of_any_bits, kernels, laid_out
 
-from engine.kernels import twins
+from engine.kernels import formats, twins
 from engine.kernels.formats import FORMATS
+from engine.kernels.layout import compiled
 from engine.kernels.panel import MAX_ROWS
 from engine.quant import TensorType
 
@@ -180,6 +181,21 @@ def test_products_are_added_to_what_is_there(type: TensorType, target: str) -> N
 
 @every_target
 @every_type
+def test_weights_are_laid_out_as_defined(type: TensorType, target: str) -> None:
+    """By compiled code, whole records and half ones, with rows missing in the last group."""
+    fmt, rng = FORMATS[type], np.random.default_rng(int(type))
+    kernels(target).call_matmul(type, "lay_out", np.zeros(1, np.uint8), 0, 0, 0, np.zeros(1, np.uint8), 0)
+    lay_out = compiled(lambda f: kernels(target).address(f"matmul_{f.type.name}", "lay_out"))
+    for num_rows, num_blocks in ((16, 1), (35, 3), (64, 4)):
+        raw = rng.integers(0, 256, (num_rows, num_blocks * fmt.block_bytes), dtype=np.uint8)
+        ours, defined = np.zeros((2, -(-num_rows // 16), fmt.group_bytes(num_blocks)), np.uint8)
+        lay_out(fmt, raw, ours)
+        formats.lay_out(fmt, raw, defined)
+        assert_same_bits(ours, defined)
+
+
+@every_type
+@every_target
 def test_a_weight_row_is_dequantized_to_the_bits_of_its_definition(type: TensorType, target: str) -> None:
     rng = np.random.default_rng(int(type))
     span = FORMATS[type].span

@@ -34,6 +34,7 @@ from engine.kernels.ir import (
     fill,
     vector,
 )
+from engine.kernels.layout import lay_out_groups
 from engine.kernels.panel import Panel
 from engine.kernels.target import Target
 from engine.quant import TensorType
@@ -291,6 +292,10 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
 
 
 def matmul_module(fmt: WeightFormat, target: Target) -> str:
-    """IR of the module with a format's `matmul` and `dequantize_row`."""
-    functions = {"matmul": matmul(fmt, target), "dequantize_row": dequantize_row(fmt, target)}
+    """IR of the module with a format's `matmul`, `dequantize_row` and `lay_out`."""
+    functions = {
+        "matmul": matmul(fmt, target),
+        "dequantize_row": dequantize_row(fmt, target),
+        "lay_out": lay_out_groups(fmt),
+    }
     return emit_module(f"matmul_{fmt.type.name}", functions, target.triple)
