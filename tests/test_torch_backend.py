@@ -110,7 +110,10 @@ def test_exact_weights_give_logits_and_kv_within_millionths(name: str, tiny: Cal
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @every_model
 def test_kv_are_rounded_alike(name: str, kv_type: KVType, tiny: Callable[..., Path]) -> None:
-    """A number that lies between two of the type's may go either way: by one step, and seldom."""
+    """A number that lies between two of the type's may go either way: by one step, and seldom.
+
+    Over K and V in f16 the kernels' attention is in integers of 14 bits (`kernels/fixed.py`), and PyTorch's is not.
+    """
     ids = tokens(70)
     with open_gguf(tiny(name, exact=True)) as gguf:
         runner = on_torch(gguf, kv_type=kv_type)
@@ -119,7 +122,7 @@ def test_kv_are_rounded_alike(name: str, kv_type: KVType, tiny: Callable[..., Pa
     with running(tiny(name, exact=True), kv_type=kv_type) as kernels:
         table = kernels.table()
         ours, expected = kernels.feed(table, ids, 64, range(70)), kernels.cache(table)
-    assert differences(ours, theirs)[1] < {"f16": 2e-4, "q8_0": 4e-3}[kv_type]
+    assert differences(ours, theirs)[1] < {"f16": 3e-3, "q8_0": 4e-3}[kv_type]
     for found, wanted in zip(cache, expected):
         same = np.mean(found[0] == wanted[0])  # of the first layer, before differences add up
         assert same > {"f16": 0.995, "q8_0": 0.97}[kv_type]  # a scale that goes the other way takes 32 numbers along
