@@ -134,7 +134,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> No
 def test_memory_that_is_not_there_refuses_the_model_before_it_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.local.available_memory", lambda: 2**10)
+    monkeypatch.setattr("engine.backend.available_memory", lambda: 2**10)
     with pytest.raises(OutOfMemoryError, match=r"llama\.gguf needs .* and 0 MiB are free"):
         load(folder / "llama.gguf")
 
