@@ -214,10 +214,13 @@ class TorchModel:
         c, layer = self.config, self._weights.layers[n]
         sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
         q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
-        q, k = (self._normed_heads(y, norm) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+        norms, late = (layer.q_norm, layer.k_norm), c.arch.late_head_norms
+        q, k = (self._normed_heads(y, None if late else norm) for y, norm in zip((q, k), norms))
         if c.is_rotated(n):
             cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
             q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
+        if late:
+            q, k = (y if norm is None else norm(y) for y, norm in zip((q, k), norms))
         return q * self._query_scales[positions][:, None, None], k, v.unflatten(-1, (-1, c.head_dim))
 
     def _normed_heads(self, y: Tensor, norm: Norm | None) -> Tensor:
