@@ -23,8 +23,8 @@ _KNOWN_FACTS: Final = frozenset(
     (
         "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
         "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
-        "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps", "file_scales",
-        "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert",
+        "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
+        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
