@@ -81,6 +81,11 @@ class ModelMatrices:
             return (q, *(matrix(f"{block}.{name}", keys, c.hidden_size) for name in ("attn_k", "attn_v")), gate)
 
         def delta(block: str, sizes: DeltaSizes) -> tuple[Matrix, ...]:
+            if f"{block}.ssm_in.weight" in gguf.tensors:
+                raise UnsupportedModelError(
+                    f"{gguf.path.name}: tensor {block}.ssm_in.weight is of an old form of {c.architecture}; download "
+                    "or convert the model anew"
+                )
             heads, shared = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
             if c.arch.interleaved_deltas:
                 factors = (matrix(f"{block}.ssm_ba", heads, c.hidden_size, (i, 2), run=shared) for i in range(2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from tiny_models import write_tiny_model
 
 from engine import running_state
 from engine.kv_cache import BlockTable, KVPool, StatePool, StatesFullError
+from engine.kv_file import KVFile
+from engine.kv_layout import Identity
 from engine.running_state import RunningState
 
 SIZES: dict[str, Any] = {
@@ -183,6 +186,7 @@ class Conversations(RuleBasedStateMachine):
     """Anything that may happen to conversations, and one table that is evaluated whole for each look at one."""
 
     runner: Runner
+    folder: Path
     seen: dict[tuple[int, ...], np.ndarray]
 
     @initialize()
@@ -244,6 +248,24 @@ class Conversations(RuleBasedStateMachine):
     def rest(self, n: int) -> None:
         self.tables[n % len(self.tables)].rest()
 
+    @rule(n=pick)
+    def restart(self, n: int) -> None:
+        """Saved, and brought back by another process."""
+        n %= len(self.tables)
+        table, twin = self.tables[n], self.runner.table()
+        table.rest()
+        for path in self.folder.iterdir():
+            path.unlink()
+        identity = Identity.of(self.runner.model.config, "00" * 32)
+        path = self.folder / "a.giw-kv"
+        with KVFile.open(path, identity) as file:
+            file.save(table, self.runner.pool)
+        with KVFile.open(path, identity) as file:
+            file.restore(twin, self.runner.pool, len(file.ids))
+            assert twin.ids == table.ids
+        table.release()
+        self.tables[n] = twin
+
     @precondition(lambda self: len(self.tables) > 1)
     @rule(n=pick)
     def release(self, n: int) -> None:
@@ -266,13 +288,15 @@ class Conversations(RuleBasedStateMachine):
             table.release()
 
 
-def test_going_on_from_a_kept_state_has_the_bits_of_a_prefill(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_on_from_a_kept_state_has_the_bits_of_a_prefill(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(running_state, "INTERVAL", 48)
 
     class Machine(Conversations):
         pass
 
-    Machine.runner, Machine.seen = runner, {}
+    Machine.runner, Machine.folder, Machine.seen = runner, tmp_path, {}
     run_state_machine_as_test(
         Machine,
         settings=settings(
