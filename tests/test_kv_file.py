@@ -29,6 +29,7 @@ from engine.arch import ModelConfig
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
 from engine.kv_file import RESERVE_BYTES, Identity, KVFile, KVFileError, KVFileLockedError, KVLayout
+from engine.kv_layout import NUMERICS_VERSION
 from engine.model import Batch, Model
 
 
@@ -345,7 +346,7 @@ def test_a_save_looks_at_what_nobody_restored_before_it_counts_it_as_saved(path:
         ({"kv_type": "q8_0"}, "made with another KV type, q8_0, and f16 is in use"),
         ({"layout": KVLayout(num_layers=1, parts=((2, 1), (1, 4)))}, "its blocks are laid out differently"),
         ({"layout": ODD}, "its blocks are laid out differently"),
-        ({"numerics_version": 7}, "made with version 7 of the numerics, and this is 1"),
+        ({"numerics_version": 7}, f"made with version 7 of the numerics, and this is {NUMERICS_VERSION}"),
     ],
 )
 def test_kv_of_something_else_is_refused_with_the_reason_and_kept_until_the_next_save(
