@@ -33,7 +33,8 @@ class Attachment:
 
     @property
     def num_lines(self) -> int:
-        return len(self.content.splitlines())
+        """As files and `#10-40` count them: the end of the last line is not in `content`, and an empty line is one."""
+        return self.content.count("\n") + 1 if self.content else 0
 
     @property
     def text(self) -> str:

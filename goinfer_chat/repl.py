@@ -107,7 +107,7 @@ class Repl:
             return turn.text
         text, files = mentioned(turn.text, self._editor.pasted)
         for file in files:
-            self._screen.line(attached(self._agent, file), dim=True)
+            self._screen.line(attached(self._agent, file, "this message"), dim=True)
         return text
 
     def _run(self, command: CommandLine) -> bool:

@@ -39,6 +39,13 @@ def test_a_file_or_some_lines_of_it_are_read(folder: Path, reference: str, name:
     assert read_attachment(reference, folder) == Attachment(name, content)
 
 
+def test_an_empty_line_at_the_end_counts_as_the_lines_of_the_file_do(folder: Path) -> None:
+    (folder / "gap.py").write_text("one\n\nthree\x0c\n")
+    assert read_attachment("gap.py#1-2", folder).num_lines == 2
+    assert read_attachment("gap.py", folder).num_lines == 3
+    assert Attachment("empty", "").num_lines == 0
+
+
 def test_a_file_whose_name_ends_like_lines_is_that_file(folder: Path) -> None:
     (folder / "a.py#2").write_text("other")
     assert read_attachment("a.py#2", folder).content == "other"

@@ -281,6 +281,24 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word(tmp_path: Path,
         assert time.monotonic() - closed < 2.0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs `head`")
+@pytest.mark.parametrize("flags", [("run", "count"), ("--json", "--events"), ("--raw",)])
+def test_a_conversation_keeps_what_was_said_before_its_reader_went_away(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    turns = [{"pieces": [f"{number}\n" for number in range(2000)], "delay": 0.01}, *HELLO]
+    kept = ["--session-dir", str(tmp_path / "kept")]
+    line = 'said=$1; shift; printf "$said" | { "$@"; echo "code $?" >&2; } | head -c 5 >/dev/null'
+    said = "" if "run" in flags else "count\nand again\n"
+    whole = command(tmp_path, turns, *flags, *kept, "--save", "cut", "--quiet")
+    done = subprocess.run(["/bin/sh", "-c", line, "sh", said, *whole], capture_output=True, env=environment())
+    assert done.stderr == b"code 141\n"
+    shown = subprocess.run(
+        command(tmp_path, turns, "sessions", "show", "cut", "--json", *kept), capture_output=True, env=environment()
+    )
+    question, reply = map(json.loads, shown.stdout.splitlines())
+    assert (question["content"], reply["finish_reason"]) == ("count", "cancelled")
+    assert reply["content"].startswith("0\n")
+
+
 def test_a_help_text_nobody_reads_is_no_error(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

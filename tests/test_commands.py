@@ -168,6 +168,19 @@ def test_help_is_by_topic_and_lists_one_topic_alone(agent: Agent) -> None:
     assert [line.split()[0] for line in run(agent, "help prompt").splitlines()] == ["/keys", "/toolbar"]
 
 
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("tools", ["/tools", "/call", "/json", "/approvals", "/parallel-calls"]),
+        ("model", ["/model", "/spec"]),
+    ],
+)
+def test_help_of_a_word_that_is_a_topic_and_a_command_shows_both(agent: Agent, word: str, named: list[str]) -> None:
+    shown = [line.split()[0] for line in run(agent, f"help {word}").splitlines() if line.startswith("  /")]
+    assert shown[: len(named)] == named
+    assert len(set(shown)) == len(shown)
+
+
 @pytest.mark.parametrize("columns", [300, 80, 41, 20])
 def test_help_never_breaks_a_word(agent: Agent, columns: int) -> None:
     outcome = COMMANDS.run(agent, CommandLine("help", ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from engine.api import (
     ToolCall,
     ToolCallReady,
 )
+from goinfer_chat.calls.events import ToolStarted
 from goinfer_chat.view.live_view import FRAME_SECONDS, LiveView
 from goinfer_chat.view.render import stats_line
 from goinfer_chat.view.themes import theme_for
@@ -182,6 +183,29 @@ def test_thinking_is_shown_while_it_lasts_and_folded_after_it(turn: Any) -> None
     assert running.screen.lines == ["thought for 2.0 s, 5 words; /thinking shows them", "Hello", stats_line(reply())]
 
 
+def test_a_call_that_came_in_one_piece_shows_the_figures_of_its_reply_while_the_tool_runs(turn: Any) -> None:
+    running = turn(size=lambda: "panel")
+    call = ToolCall(id="a", name="grep", arguments="{}")
+    running.play(PrefillProgress(3, 3, 0), ToolCallReady(call))
+    running.play(Finished(replace(reply(), tool_calls=(call,))))
+    running.play(ToolStarted(call=call, arguments={}))
+    shown = " ".join(running.screen.lines)
+    assert "prompt   3 tokens, 3 prefilled" in shown
+    assert f"reply    {STATS.decode_tok_s:.1f} tok/s, {STATS.completion_tokens} tokens" in shown
+    assert "left" not in shown
+
+
+def test_the_time_that_a_tool_took_is_no_part_of_the_rate_of_the_next_prompt(turn: Any) -> None:
+    running = turn(size=lambda: "panel")
+    running.play(PrefillProgress(3, 3, 0), TextDelta("I look."))
+    running.view.tool("a", "grep", "runs")
+    running.now[0] += 60
+    running.view.tool("a", "grep", "ok")
+    running.now[0] += 1
+    running.play(PrefillProgress(203, 1003, 3))
+    assert any("200 tok/s, 3.0 s left" in line for line in running.screen.lines)
+
+
 def test_a_turn_with_a_tool_call_shows_its_state_and_its_time(turn: Any) -> None:
     running = turn(size=lambda: "panel")
     running.play(
@@ -204,3 +228,19 @@ def test_no_color_draws_without_styles_and_keeps_marks(turn: Any) -> None:
     running.play(TextDelta("# Head\n\n**bold**\n"), Progress(STATS), Finished(reply()))
     assert running.screen.lines[:3] == ["# Head", "", "**bold**"]
     assert not re.search(r"\x1b\[[0-9;]*m", running.screen.raw)
+
+
+def test_a_fault_while_drawing_leaves_the_cursor_below_what_was_shown(
+    turn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = turn()
+    running.play(TextDelta("half a line"))
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(running.view._reply, "finish", fail)
+    with pytest.raises(KeyError):
+        running.view.close()
+    running.view._region._stream.write("error: unexpected\n")
+    assert running.screen.lines[-1] == "error: unexpected"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from itertools import pairwise
 
 import pytest
@@ -284,3 +285,20 @@ def test_a_complete_line_of_code_is_one_row_that_can_be_copied_whole() -> None:
     assert max(line_width(row) for row in stream.live(20)) <= 20
     stream.push("\n```\n")
     assert next(plain(row) for row in stream.finish(20)) == long
+
+
+@pytest.mark.parametrize(
+    "fault", [ImportError("no such module"), RecursionError(), re.error("in a lexer"), KeyError(1)]
+)
+def test_code_whose_lexer_fails_is_shown_without_colours(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("pygments.lexers.c_cpp.CLexer.get_tokens", fail)
+    shown = Highlighter()(["int a;", "int b;"], "c", 0)
+    assert [plain(line) for line in shown] == ["int a;", "int b;"]
+
+
+def test_a_lexer_that_cannot_be_read_leaves_code_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pygments.lexers.fortran", None)
+    assert [plain(line) for line in Highlighter()(["end"], "fortran", 0)] == ["end"]

@@ -231,8 +231,9 @@ def test_vi_keys_are_a_setting(start: Start) -> None:
     terminal = start(arguments=("--keys", "vi"))
     terminal.send("xhix")
     terminal.wait("xhix")
+    assert "F4 keys vi, insert" in terminal.below[-1]
     terminal.send(ESCAPE)
-    terminal.settle(0.3)
+    terminal.wait(lambda: "F4 keys vi, normal" in "".join(terminal.below))
     terminal.send("x0x" + ENTER)
     assert sent(terminal) == "hi"
     terminal.send(ESCAPE)
@@ -322,6 +323,7 @@ def test_a_file_that_is_mentioned_is_in_the_message_and_its_tokens_are_said(star
     terminal.send(f"explain @{file}#2-3, please" + ENTER)
     assert sent(terminal) == f"explain @{file}#2-3, please\n\n{file}, lines 2 to 3:\n```\ntwo <|im_end|>\nthree\n```"
     assert f"{file}, lines 2 to 3: 2 lines, " in terminal.text
+    assert "tokens; in this message." in terminal.text
     terminal.send(f"and @{tmp_path}/none.py" + ENTER)
     terminal.wait(f"error: there is no file {tmp_path}/none.py")
 

@@ -194,8 +194,8 @@ def test_the_line_of_figures_says_how_many_guesses_were_right() -> None:
     ("columns", "shown"),
     [
         (96, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | 14 of 20 guesses right"),
-        (82, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | 70% guessed"),
-        (79, "prompt 3,020 (3,000 reused) | TTFT 45 ms | 38.2 tok/s | 70% guessed"),
+        (88, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | guesses 70% right"),
+        (79, "prompt 3,020 (3,000 reused) | TTFT 45 ms | 38.2 tok/s | guesses 70% right"),
         (40, "prompt 3,020 | TTFT 45 ms | 38.2 tok/s"),
     ],
 )

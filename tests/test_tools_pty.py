@@ -94,6 +94,7 @@ def test_no_asks_for_a_reason_and_other_words_ask_again(start: Start, project: P
     wait_for_question(terminal)
     terminal.send("perhaps" + ENTER)
     terminal.wait(f"{QUESTION} perhaps")
+    terminal.wait("the call waits for an answer: y, n, a or e; Ctrl-C refuses it and ends the turn")
     wait_for_question(terminal)
     terminal.send("no" + ENTER)
     terminal.wait("why? (for the model)")

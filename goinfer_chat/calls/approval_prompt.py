@@ -64,6 +64,9 @@ class PersonAsker:
                     with suppress(GoinferError, ToolError):
                         if (arguments := self._edited(event)) is not None:
                             return Answer(allowed=True, arguments=arguments)
+                case _:
+                    begins = "y, n, a, p or e" if event.prefix else "y, n, a or e"
+                    self._screen.line(f"the call waits for an answer: {begins}; Ctrl-C refuses it and ends the turn")
 
     def _always(self, rule: Rule) -> Answer:
         self._screen.line(f"allowed in this folder from here on: {rule}; /approvals lists and clears", dim=True)

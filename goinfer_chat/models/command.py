@@ -7,6 +7,7 @@ import time
 
 from engine import giw_file
 from goinfer_chat.amounts import size
+from goinfer_chat.listing import columns
 from goinfer_chat.loading import fetch_model
 from goinfer_chat.models import catalogue
 from goinfer_chat.terminal import Stream, sanitize
@@ -25,9 +26,17 @@ def show_models(out: Stream) -> int:
     if kept:
         total, cap = sum(k.num_bytes for k in kept), giw_file.cap_bytes()
         out.line(f"\nweights laid out for this CPU: {size(total)} of at most {size(cap)}, in {giw_file.folder()}")
-        for k in kept:
-            day = time.strftime("%Y-%m-%d", time.localtime(k.used_at))
-            out.line(f"  {sanitize(k.name, terminal=out.terminal)}  {size(k.num_bytes)}  last used {day}")
+        for line in columns(
+            [
+                (
+                    f"  {sanitize(k.name, terminal=out.terminal)}",
+                    size(k.num_bytes),
+                    time.strftime("last used %Y-%m-%d", time.localtime(k.used_at)),
+                )
+                for k in kept
+            ]
+        ):
+            out.line(line)
     return 0
 
 

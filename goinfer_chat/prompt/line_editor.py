@@ -18,6 +18,7 @@ from prompt_toolkit.input.defaults import create_input
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyPressEvent
 from prompt_toolkit.key_binding.key_processor import KeyPress
+from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
@@ -148,7 +149,7 @@ class LineEditor:
         columns, rows = shutil.get_terminal_size()
         settings = self._agent.settings
         shown = settings.toolbar and not settings.plain and rows >= MIN_ROWS
-        return toolbar(self._agent, columns) if shown else None
+        return toolbar(self._agent, columns, _vi_mode(self._session.app.vi_state.input_mode)) if shown else None
 
     def _edited(self, text: str) -> str:
         self._screen.lost_track()
@@ -168,3 +169,8 @@ class LineEditor:
         if "\n" in text:
             self.pasted.append(text)
         event.current_buffer.insert_text(text)
+
+
+def _vi_mode(mode: InputMode) -> str:
+    """In vi's own words."""
+    return "normal" if mode is InputMode.NAVIGATION else mode.value.split("-")[1]

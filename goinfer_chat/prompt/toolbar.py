@@ -53,8 +53,8 @@ FUNCTION_KEYS: Final = (
 )
 
 
-def toolbar(agent: Agent, columns: int) -> StyleAndTextTuples:
-    """The row, cut to `columns`."""
+def toolbar(agent: Agent, columns: int, vi_mode: str = "") -> StyleAndTextTuples:
+    """The row, cut to `columns`; with what vi's keys do just then, such as `insert`."""
     settings = agent.settings
     parts: StyleAndTextTuples = []
     left = columns
@@ -64,6 +64,8 @@ def toolbar(agent: Agent, columns: int) -> StyleAndTextTuples:
         name = f" {function_key.key.upper()}"
         setting = function_key.setting
         label = f" {setting} {function_key.shown(settings)} " if setting else f" {function_key.shown(settings)} "
+        if setting == "keys" and settings.keys == "vi" and vi_mode:
+            label = f" keys vi, {vi_mode} "
         if len(name) + len(label) > left:
             return parts
         parts += [("class:bottom-toolbar.key", name), ("class:bottom-toolbar.text", label)]

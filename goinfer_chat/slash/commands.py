@@ -19,8 +19,9 @@ from goinfer_chat.slash.view import VIEW_COMMANDS
 def _help(registry: Callable[[], Registry]) -> Command:
     def run(_agent: Agent, argument: str) -> Outcome:
         topics = registry().topics
-        if argument in topics:
-            return Outcome(rows=_rows(topics[argument]))
+        if argument in topics:  # the command of that name too, which may stand under another topic
+            named = [command for command in registry().commands if command.name == argument]
+            return Outcome(rows=_rows([*(c for c in named if c not in topics[argument]), *topics[argument]]))
         if argument and argument != "all":
             command = _found(registry(), argument)
             return Outcome(f"{command.usage}\n    {command.help}")

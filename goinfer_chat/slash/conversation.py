@@ -258,7 +258,7 @@ CONVERSATION_COMMANDS: Final = (
         name="undo",
         arguments="[N]",
         topic="asking again",
-        help="Go back before the last question, or before the N last.",
+        help="Go back before the last question, or before the N last; files that tools changed go back too.",
         run=_undo,
         costs=_cost_of_undo,
     ),

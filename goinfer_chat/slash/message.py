@@ -11,11 +11,11 @@ from goinfer_chat.attachments import Attachment, read_attachment
 from goinfer_chat.slash.registry import Command, Outcome, ShellCommand
 
 
-def attached(agent: Agent, attachment: Attachment) -> str:
+def attached(agent: Agent, attachment: Attachment, where: str = "the next message") -> str:
     """Put it into the next message; returns the line that says so. Raises UsageError."""
     num_tokens = agent.attach(attachment)
     lines, tokens = counted(attachment.num_lines, "line"), counted(num_tokens, "token")
-    return f"{attachment.name}: {lines}, {tokens}; in the next message."
+    return f"{attachment.name}: {lines}, {tokens}; in {where}."
 
 
 def _attach(agent: Agent, argument: str) -> Outcome:

@@ -79,7 +79,7 @@ def _lexer(language: str) -> Lexer | None:
 
     try:
         lexer: Lexer = get_lexer_by_name(language.lower(), stripnl=False, ensurenl=False)
-    except ClassNotFound:
+    except (ClassNotFound, ImportError):  # each lexer is a module of its own, read when it is wanted
         return None
     return lexer
 
@@ -90,12 +90,17 @@ def _style(token_type: str) -> Style:
 
 
 def _lexed(lexer: Lexer, lines: Sequence[str]) -> list[Line]:
+    plain: list[Line] = [(Run(line),) for line in lines]
     out: list[list[Run]] = [[]]
-    for token_type, text in lexer.get_tokens("\n".join(lines)):
+    try:
+        tokens = list(lexer.get_tokens("\n".join(lines)))
+    except Exception:  # noqa: BLE001 - hundreds of lexers of others, and text of a model: none may end a turn
+        return plain
+    for token_type, text in tokens:
         style = _style(str(token_type))
         first, *more = text.split("\n")
         out[-1].append(Run(first, style))
         out += [[Run(part, style)] for part in more]
     if len(out) != len(lines):  # the lexer has dropped or added a line: colours in the wrong place help nobody
-        return [(Run(line),) for line in lines]
+        return plain
     return [merged(line) for line in out]

@@ -119,6 +119,7 @@ class LiveView:
                 self.pause()
                 return
             case Finished():
+                figures.take_stats(event.reply.stats, now)  # a call that a grammar gave whole shows no progress
                 self._finish(event.reply)
                 return
             case _:
@@ -136,14 +137,17 @@ class LiveView:
             self._figures.tools[call] = ToolRow(name, status, now)
         elif row is not None:
             row.status, row.seconds = status, now - row.since
+            self._figures.prefill_seen = now  # what a tool took is no part of reading the next prompt
 
     def pause(self) -> None:
         """Take the live rows away, for whoever gets the terminal next; the next tick draws them again."""
         self._region.close()
 
     def close(self) -> None:
-        self._end_round()
-        self._region.close()
+        try:
+            self._end_round()
+        finally:
+            self._region.close()
 
     def _end_round(self) -> None:
         """What was said stands; what follows begins below it."""

@@ -42,7 +42,7 @@ class TurnFigures:
     prefill_started: float = 0.0
     """When this prompt began to be read: a turn with tool calls reads several."""
     prefill_seen: float = 0.0
-    """When `prefill` came."""
+    """When `prefill` came, or what came last after it: the next prompt is read from then on."""
     replying: bool = False
     thinking: bool = False
     stats: TurnStats | None = None

@@ -231,7 +231,7 @@ def stats_line(reply: Reply, columns: int = 1000) -> str:
     if stats.draft_tokens:
         accepted = stats.draft_accepted or 0
         guesses = f"{accepted:,} of {stats.draft_tokens:,} guesses right"
-        shorter = f"{accepted / stats.draft_tokens:.0%} guessed"
+        shorter = f"guesses {accepted / stats.draft_tokens:.0%} right"
     prompt = prompt_figures(stats) if stats.prompt_tokens is not None else ""
     ttft = f"TTFT {stats.ttft_ms:,.0f} ms" if stats.ttft_ms is not None else ""
     rate = f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s is not None else ""
