@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.torch_backend.matrices import DeviceMatrix, Form
