@@ -201,7 +201,7 @@ class Agent:
         context_size = self.engine.info.context_size
         if num_tokens > context_size > 0:
             raise UsageError(
-                f"{attachment.name} has {num_tokens:,} tokens, and the context {context_size:,}; take fewer lines"
+                f"{attachment.name} has {num_tokens:,} tokens, the context only {context_size:,}; attach fewer lines"
             )
         self.attachments.append(attachment)
         return num_tokens

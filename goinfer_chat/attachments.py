@@ -56,7 +56,7 @@ def read_attachment(reference: str, folder: Path | None = None) -> Attachment:
     name = true_text(reference.partition("#")[0]) if lines is not None else true_text(reference)
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
-            raise UsageError(f"{name} is a folder" if path.is_dir() else f"{name} is no plain file")
+            raise UsageError(f"{name} is a folder" if path.is_dir() else f"{name} is not a plain file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1) if lines is None else _read_lines(file, lines)
     except (OSError, ValueError) as error:
@@ -65,11 +65,11 @@ def read_attachment(reference: str, folder: Path | None = None) -> Attachment:
         advice = f"take some lines of it: {name}#1-200" if lines is None else "take fewer lines"
         raise UsageError(f"{name} has more than {MAX_BYTES:,} bytes; {advice}")
     if b"\0" in raw:
-        raise UsageError(f"{name} is no text")
+        raise UsageError(f"{name} is not text")
     try:
         content = raw.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError:
-        raise UsageError(f"{name} is no text in UTF-8") from None
+        raise UsageError(f"{name} is not UTF-8 text") from None
     if lines is None:
         return Attachment(name, content)
     first, last = lines
@@ -143,7 +143,7 @@ def mentioned(text: str, pasted: Sequence[str] = (), folder: Path | None = None)
             done = match.end()
             continue
         if not is_file:
-            raise UsageError(f"there is no file {true_text(reference)}; \\@ begins a word that names none")
+            raise UsageError(f"there is no file {true_text(reference)}; \\@ begins a word that is not a file")
         attachments.setdefault(reference, read_attachment(reference, folder))
     return "".join([*parts, text[done:]]), list(attachments.values())
 

@@ -10,22 +10,22 @@ from engine.errors import UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
-from goinfer_chat.script import Item, Turn
+from goinfer_chat.script import CommandLine, Item, Turn
 from goinfer_chat.settings import Settings
 from goinfer_chat.shell import how_it_ended, run_shell_captured
 from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.slash.conversation import cost, resumed
 from goinfer_chat.slash.message import attached
-from goinfer_chat.slash.registry import ShellCommand
+from goinfer_chat.slash.registry import Outcome, ShellCommand
 from goinfer_chat.terminal import Stream
 from goinfer_chat.turn import play_turn
 from goinfer_chat.view.render import View, notices
 
-COLUMNS: Final = 100
-"""The lines of lists, which nobody may be looking at."""
-
 if TYPE_CHECKING:
     from goinfer_chat.calls.approval import Asker
+
+COLUMNS: Final = 100
+"""The width that lists are laid out for: there may be no screen to ask."""
 
 
 def run_items(
@@ -65,17 +65,7 @@ def run_items(
             if isinstance(item, Turn):
                 ask: Ask | None = agent.asked(item.text)
             else:
-                if line := COMMANDS.foresee(agent, item):
-                    say.line(line, dim=True)
-                outcome = COMMANDS.run(agent, item)
-                if text := outcome.shown(COLUMNS):
-                    say.line(text)
-                if outcome.copy is not None:
-                    say.line(outcome.copy)
-                if outcome.shell is not None:
-                    _shell(agent, outcome.shell, say)
-                if outcome.edit is not None:
-                    raise UsageError("/edit needs the new text: there is no terminal for an editor")
+                outcome = _obey(agent, item, say)
                 if outcome.quit:
                     return 0
                 ask = outcome.ask
@@ -83,6 +73,22 @@ def run_items(
                 return code
             item = next(items, None)
     return 0
+
+
+def _obey(agent: Agent, command: CommandLine, say: Stream) -> Outcome:
+    """Run a slash command, and do what it leaves to be done but for asking and ending. Raises what the command does."""
+    if line := COMMANDS.foresee(agent, command):
+        say.line(line, dim=True)
+    outcome = COMMANDS.run(agent, command)
+    if text := outcome.shown(COLUMNS):
+        say.line(text)
+    if outcome.copy is not None:
+        say.line(outcome.copy)
+    if outcome.shell is not None:
+        _shell(agent, outcome.shell, say)
+    if outcome.edit is not None:
+        raise UsageError("/edit needs its TEXT in a script: there is no terminal for an editor")
+    return outcome
 
 
 def _shell(agent: Agent, command: ShellCommand, say: Stream) -> None:

@@ -19,7 +19,8 @@ from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
 from goinfer_chat.flag_completion import completions
 from goinfer_chat.loading import load_engine
-from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
+from goinfer_chat.resolving import resolve
+from goinfer_chat.settings import SETTINGS, Setting, Settings
 from goinfer_chat.start import INTERRUPTED, interrupts_end_the_program, interrupts_raise
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
 from goinfer_chat.values import parse_bool
@@ -154,7 +155,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         if tool is None and execute:
             raise UsageError("--execute runs the call of --tool; give both")
         if tool is not None and schema is not None:
-            raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give one of them")
+            raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give only one of them")
         if tool is None and schema is None:
             from goinfer_chat.modes import run
 

@@ -12,7 +12,8 @@ import typer
 
 from engine.errors import UsageError
 from goinfer_chat.files import make_folder, reason_of, write_new
-from goinfer_chat.settings import SETTINGS, from_environment, resolve
+from goinfer_chat.resolving import from_environment, resolve
+from goinfer_chat.settings import SETTINGS
 from goinfer_chat.terminal import Stream, true_text
 
 Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="This settings file.")]
@@ -68,7 +69,7 @@ def _path(flags: Mapping[str, Any]) -> Path:
 
     path = settings_path(flags.get("config") or os.environ.get(VARIABLE) or None)
     if path is None:
-        raise UsageError("there is no place for a settings file; --config FILE names one")
+        raise UsageError("no place for a settings file is known; --config FILE names one")
     return path
 
 

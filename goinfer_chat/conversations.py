@@ -105,7 +105,7 @@ class Conversations:
         """Go on with a kept one. Raises UsageError, or ConversationInUseError."""
         conversation = self.store.find(key)
         if self.live is not None and self.live.id == conversation.id:
-            raise UsageError(f"{conversation.name!r} is the conversation that goes on already")
+            raise UsageError(f"{conversation.name!r} is the conversation you are in already")
         live = self.store.open(conversation.id)
         self.leave()
         self.live = live
@@ -120,7 +120,7 @@ class Conversations:
         present = self.live.id if self.live is not None else None
         latest = next((conversation for conversation in self.recent(2) if conversation.id != present), None)
         if latest is None:
-            raise UsageError("there is no other conversation to go on with" if present else "no conversation is kept")
+            raise UsageError("there is no other conversation to continue" if present else "no conversations are kept")
         return latest
 
     def leave(self) -> None:

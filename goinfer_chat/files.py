@@ -102,6 +102,6 @@ def copy_private(source: Path, target: Path, *, replace: bool = True) -> bool:
         return False
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{source} is no plain file")
+            raise OSError(f"{source} is not a plain file")
         write_private(target, iter(lambda: file.read(1 << 20), b""), replace=replace)
     return True

@@ -33,7 +33,7 @@ def _models() -> list[str]:
 
 def _sessions() -> list[str]:
     from goinfer_chat.listing import name_of
-    from goinfer_chat.settings import resolve
+    from goinfer_chat.resolving import resolve
     from goinfer_chat.store import Store, session_folder
 
     folder = session_folder(resolve({}, os.environ).session_dir)

@@ -63,7 +63,7 @@ def run(settings: Settings, make_engine: EngineFactory, text: str | None, attach
     """
     replies, side = Stream(sys.stdout), Stream(sys.stderr)
     if text is None and sys.stdin.isatty():
-        raise UsageError("run needs a question; without one, goinfer-chat opens a prompt")
+        raise UsageError("run needs a question; for a prompt, start goinfer-chat without run")
     files: list[Item] = [CommandLine("attach", file) for file in attach]
     if text is None:
         return _run(chain(files, read_script(sys.stdin.buffer)), settings, make_engine, replies, side)

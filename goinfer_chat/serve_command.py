@@ -14,7 +14,8 @@ from goinfer_chat.api_keys import VARIABLE as KEY_VARIABLE
 from goinfer_chat.cli import Flags, given_flags, with_settings
 from goinfer_chat.files import read_text
 from goinfer_chat.modes import EngineFactory
-from goinfer_chat.settings import SETTINGS, resolve
+from goinfer_chat.resolving import resolve
+from goinfer_chat.settings import SETTINGS
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_size
 
@@ -54,7 +55,7 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         allow_origin: Origins = None,
         max_concurrent: Annotated[int, typer.Option(metavar="N", help="Replies that share each step.")] = 4,
         max_queue: Annotated[int, typer.Option(metavar="N", help="Requests that may wait for one to end.")] = 16,
-        max_inflight: Annotated[int, typer.Option(metavar="N", help="Requests in work in any way.")] = 64,
+        max_inflight: Annotated[int, typer.Option(metavar="N", help="Requests in progress in any state.")] = 64,
         max_body: Annotated[str, typer.Option(metavar="SIZE", help="Of a request at most.")] = "4MB",
         prefill_chunk: Annotated[
             int | None,
@@ -79,7 +80,7 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         )
         side = Stream(None) if settings.quiet else Stream(sys.stderr)
         if api_key is not None:
-            side.line(f"--api-key stands in the list of processes, where others may read it; {KEY_VARIABLE} does not")
+            side.line(f"others may read --api-key in the list of processes; a key in {KEY_VARIABLE} is not shown there")
         return serve(settings, options, make_engine, Stream(sys.stdout), side)
 
     return command
@@ -88,7 +89,7 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
 def _key(flag: str | None, file: str | None, environ: Mapping[str, str]) -> str | None:
     """Raises UsageError."""
     if flag is not None and file is not None:
-        raise UsageError("--api-key and --api-key-file are two keys; give one")
+        raise UsageError("--api-key and --api-key-file give two keys; choose one")
     if file is None:
         return flag if flag is not None else environ.get(KEY_VARIABLE) or None
     return read_text(file, f"--api-key-file {file}").rstrip("\r\n")

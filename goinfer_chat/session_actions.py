@@ -18,7 +18,7 @@ from engine.kv_folder import SUFFIX, list_kept
 from goinfer_chat.amounts import size
 from goinfer_chat.files import copy_private, reason_of, write_private
 from goinfer_chat.listing import HEADINGS, TRACES_LEFT, cells_of, columns, hit_lines, name_of, when
-from goinfer_chat.settings import resolve
+from goinfer_chat.resolving import resolve
 from goinfer_chat.store import HEAD, Conversation, Store, StoredMessage, set_aside
 from goinfer_chat.store.exports import MAX_IMPORT_BYTES, from_json, message_as_json, to_markdown, without_ids
 from goinfer_chat.store.exports import to_json as conversation_as_json
@@ -177,7 +177,7 @@ def export(folder: Path, key: str, form: str, output: str | None, *, kv: bool, f
             return 0
         file = Path(output).expanduser()
         if file.parent.resolve() == store.folder.resolve():
-            raise UsageError(f"{_shown(file)} would lie among the kept conversations; name another folder")
+            raise UsageError(f"{_shown(file)} is in the folder of the kept conversations; choose another folder")
         try:
             write_private(file, iter([text.encode()]), replace=force)
             if kv and not copy_private(store.kv_path(conversation.id), _beside(file), replace=force):

@@ -165,7 +165,7 @@ def sessions_app() -> typer.Typer:
 
 def _folder_of(context: typer.Context) -> Path:
     """What a flag says, else what a variable or the settings file does."""
-    from goinfer_chat.settings import resolve
+    from goinfer_chat.resolving import resolve
     from goinfer_chat.store import session_folder
 
     return session_folder(context.obj["session_dir"] or resolve({}, os.environ).session_dir)

@@ -1,7 +1,7 @@
-"""What a person can choose, in one table: it makes flags, variables, the keys of the settings file, slash commands.
+"""What a person can choose, in one table, from which flags, variables, keys of the settings file and slash commands
+are all made.
 
-A flag counts before its variable (`--top-k` before GOINFER_CHAT_TOP_K), a variable before the settings file, and that
-before the default. Secrets are no settings: they would end up in files, in lists of processes and on screens.
+Secrets are not settings: they would end up in files, in lists of processes and on screens.
 """
 
 from __future__ import annotations
@@ -95,10 +95,16 @@ class Settings:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise UsageError(f"unknown backend {self.backend!r}; there is: {', '.join(BACKENDS)}")
-        if self.device not in DEVICES:
-            raise UsageError(f"unknown device {self.device!r}; there is: {', '.join(DEVICES)}")
+        for name, word, known in (
+            ("backend", self.backend, BACKENDS),
+            ("device", self.device, DEVICES),
+            ("kv", self.kv_type, get_args(KVType)),
+            ("spec", self.speculation, SPECULATION),
+            ("theme", self.theme, get_args(Theme)),
+            ("panel", self.panel, (None, *get_args(PanelSize))),
+        ):
+            if word not in known:
+                raise UsageError(f"unknown {name} {word!r}; choose from: {', '.join(filter(None, known))}")
         if not self.model:
             raise UsageError("the name of the model is empty")
         for flag, value in (
@@ -111,20 +117,11 @@ class Settings:
         ):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be 1 or more, not {value}")
-        if self.history < 0:
-            raise UsageError(f"history must be 0 (keep none) or more, not {self.history}")
-        if self.kv_sessions < 0:
-            raise UsageError(f"kv-sessions must be 0 (keep none) or more, not {self.kv_sessions}")
-        if self.kv_type not in get_args(KVType):
-            raise UsageError(f"unknown kv {self.kv_type!r}; there is: {', '.join(get_args(KVType))}")
-        if self.speculation not in SPECULATION:
-            raise UsageError(f"unknown spec {self.speculation!r}; there is: {', '.join(SPECULATION)}")
-        if self.theme not in get_args(Theme):
-            raise UsageError(f"unknown theme {self.theme!r}; there is: {', '.join(get_args(Theme))}")
-        if self.panel is not None and self.panel not in get_args(PanelSize):
-            raise UsageError(f"unknown panel {self.panel!r}; there is: {', '.join(get_args(PanelSize))}")
+        for flag, count in (("history", self.history), ("kv-sessions", self.kv_sessions)):
+            if count < 0:
+                raise UsageError(f"{flag} must be 0 (keep none) or more, not {count}")
         if self.continue_last + self.ephemeral + (self.resume is not None) + (self.save is not None) > 1:
-            raise UsageError("only one of --continue, --resume, --save and --ephemeral can be obeyed")
+            raise UsageError("give only one of --continue, --resume, --save and --ephemeral")
         if not 0 < self.tool_timeout < 1e6:
             raise UsageError(f"tool-timeout must be more than 0 seconds, not {self.tool_timeout:g}")
         if not all(self.stop):
@@ -438,44 +435,7 @@ SETTINGS: Final = (
 BY_FLAG: Final = MappingProxyType({setting.flag: setting for setting in SETTINGS})
 
 
-WHICH: Final = frozenset({"continue_last", "resume", "save", "ephemeral"})
-"""Which conversation goes on: one choice, so a flag of them counts before the variables of all, and those before the
-file's."""
-
-
-def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The values that variables give, by setting name; an empty one gives none.
-
-    Raises UsageError that names the variable.
-    """
-    values = {}
-    for setting in SETTINGS:
-        text = environ.get(setting.variable)
-        if not text:
-            continue
-        try:
-            values[setting.name] = checked(setting, setting.parse(text))
-        except UsageError as error:
-            raise UsageError(f"{setting.variable}: {error}") from None
-    return values
-
-
 def checked(setting: Setting, value: Any) -> Any:
     """The value, if a setting can have it. Raises UsageError."""
     Settings(json=True).changed({setting.name: value})
     return value
-
-
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (a value of None was not given), then variables, the file, defaults. Raises UsageError."""
-    from goinfer_chat.settings_file import read_settings_file
-
-    given = {name: value for name, value in flags.items() if value is not None}
-    found = from_environment(environ)
-    chosen = found | given
-    kept = read_settings_file(chosen.get("config"), chosen.get("profile"))
-    for stronger, weaker in ((given, found), (given | found, kept)):
-        if WHICH & stronger.keys():
-            for name in WHICH & weaker.keys():
-                del weaker[name]
-    return Settings().changed(kept | found | given)

@@ -51,7 +51,7 @@ def read_settings_file(chosen: str | None, profile: str | None) -> dict[str, Any
     tables = read_tables(path, must_be_there=chosen is not None) if path is not None else None
     if tables is None:
         if profile is not None:
-            raise UsageError(f"there is no profile {profile!r}: there is no settings file {true_text(str(path))}")
+            raise UsageError(f"no profile {profile!r}: there is no settings file {true_text(str(path))}")
         return {}
     assert path is not None
     where = true_text(str(path))
@@ -63,7 +63,7 @@ def read_settings_file(chosen: str | None, profile: str | None) -> dict[str, Any
     if profile is None:
         return values
     if profile not in by_profile:
-        there = f"there is: {', '.join(by_profile)}" if by_profile else "it has none"
+        there = f"its profiles: {', '.join(by_profile)}" if by_profile else "it has none"
         raise UsageError(f"{where} has no profile {profile!r}{did_you_mean(profile, list(by_profile)) or '; ' + there}")
     return values | by_profile[profile]
 
@@ -99,7 +99,7 @@ def read_tables(path: Path, *, must_be_there: bool) -> dict[str, Any] | None:
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {reason_of(error)}; --config none does without it") from None
     except (UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{where} is no UTF-8 text in TOML: {error}") from None
+        raise UsageError(f"{where} is not UTF-8 text in TOML: {error}") from None
     except ValueError as error:  # also a number of more digits than Python reads
         raise UsageError(f"{where} is not TOML: {error}") from None
 
@@ -134,7 +134,7 @@ def _value(setting: Setting, value: Any) -> Any:
         case str():
             return setting.parse(value)
         case bool() if not setting.switch:
-            raise UsageError(f"{shown(value)} is no value for it")
+            raise UsageError(f"{shown(value)} is not a value it can have")
         case bool() | float():
             return setting.parse(shown(value))
         case int():
@@ -142,7 +142,7 @@ def _value(setting: Setting, value: Any) -> Any:
         case list() if setting.repeatable:
             return setting.parse(json.dumps(value))
         case _:
-            raise UsageError("a table, a date or a list is no value for it")
+            raise UsageError("it takes neither a table nor a date nor a list")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -208,7 +208,9 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
         text = path.read_text(encoding="utf-8-sig") if before is not None else template()
         after = "\n".join(_with_values(text.splitlines(), values, profile)) + "\n"
         if not _is_changed_to(after, before or {}, values, profile):
-            raise UsageError(f"{where}: change {', '.join(values)} there yourself; its form is not one this can change")
+            raise UsageError(
+                f"{where}: change {', '.join(values)} there yourself: it is written in a way that only you can change"
+            )
         target = Path(os.path.realpath(path))  # a link to it stays one
         make_folder(target.parent)
         write_private(target, iter([after.encode()]))

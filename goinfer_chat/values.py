@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
     try:
         size = int(float(number.replace(",", "")) * units[text[len(number) :].strip().upper()])
     except (ValueError, KeyError, OverflowError):
-        raise UsageError(f"{text!r} is no size; such as 500MB or 8GB") from None
+        raise UsageError(f"{text!r} is not a size; sizes look like 500MB or 8GB") from None
     if size < 0:
         raise UsageError(f"a size is 0 or more, not {text}")
     return size
@@ -87,7 +87,7 @@ def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         word = true_text(text).lower()
         if word not in choices:
-            raise UsageError(f"{true_text(text)!r} is none of: {', '.join(choices)}")
+            raise UsageError(f"{true_text(text)!r} is not one of: {', '.join(choices)}")
         return word
 
     return parse

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine.errors import ModelError
 from goinfer_chat.models import catalogue
 from goinfer_chat.store import Store
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+    from http_server import Running
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,3 +74,21 @@ def folder(tmp_path: Path) -> Path:
 def store(folder: Path) -> Iterator[Store]:
     with Store(folder) as store:
         yield store
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the module's `server`."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: Running) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's own client of the module's `server`."""
+    import anthropic
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client

@@ -59,10 +59,10 @@ def test_a_file_whose_name_ends_like_lines_is_that_file(folder: Path) -> None:
         ("a.py#9", "a.py has no line 9"),
         ("a.py#0", "lines are counted from 1"),
         ("a.py#3-2", "lines are counted from 1, the first one first"),
-        ("binary", "binary is no text"),
-        ("latin", "latin is no text in UTF-8"),
+        ("binary", "binary is not text"),
+        ("latin", "latin is not UTF-8 text"),
         ("large", "large has more than 1,000,000 bytes; take some lines of it: large#1-200"),
-        ("pipe", "pipe is no plain file"),
+        ("pipe", "pipe is not a plain file"),
         ("a\0b", "cannot be read"),
     ],
 )
@@ -106,7 +106,7 @@ def test_files_are_mentioned_after_an_at(folder: Path, text: str, names: list[st
 
 
 def test_a_path_that_is_not_there_is_an_error_and_a_backslash_keeps_it_a_word(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no file src/b\.py; \\@ begins a word that names none"):
+    with pytest.raises(UsageError, match=r"there is no file src/b\.py; \\@ begins a word that is not a file"):
         mentioned("see @src/b.py", folder=folder)
     assert mentioned(r"see \@src/b.py, \@a.py, \@ada", folder=folder) == (r"see @src/b.py, @a.py, \@ada", [])
 

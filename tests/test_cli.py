@@ -25,7 +25,8 @@ from engine.errors import OutOfMemoryError, UsageError
 from engine.kernels.formats import FORMATS
 from goinfer_chat.loading import load_engine
 from goinfer_chat.models.supported import as_markdown
-from goinfer_chat.settings import SETTINGS, Setting, Settings, resolve
+from goinfer_chat.resolving import resolve
+from goinfer_chat.settings import SETTINGS, Setting, Settings
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_size
 

@@ -230,5 +230,5 @@ def test_thinking_is_asked_of_the_template_where_it_is_chosen(agent: Agent, engi
         ask(agent, "go")
     asked = [request.template_kwargs.get("enable_thinking") for request in engine.requests]
     assert asked == [None, True, False]
-    with pytest.raises(UsageError, match="'maybe' is none of: auto, on, off"):
+    with pytest.raises(UsageError, match="'maybe' is not one of: auto, on, off"):
         run(agent, "think maybe")

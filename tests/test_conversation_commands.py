@@ -174,14 +174,14 @@ def test_names_that_are_taken_or_missing_are_refused_at_the_start(start: Start) 
     agent = start(save="work")
     play(agent, "first")
     end(agent)
-    with pytest.raises(UsageError, match="there is a conversation 'work' already"):
+    with pytest.raises(UsageError, match="a conversation 'work' already exists"):
         start(save="work")
     with pytest.raises(UsageError, match="did you mean 'work'"):
         start(resume="wrok")
 
 
 def test_going_on_where_nothing_is_kept_is_refused(start: Start) -> None:
-    with pytest.raises(UsageError, match="no conversation is kept"):
+    with pytest.raises(UsageError, match="no conversations are kept"):
         start(continue_last=True)
 
 

@@ -135,7 +135,7 @@ def test_what_a_command_or_a_start_costs_is_said_before_it_happens(program: Prog
 def test_a_script_has_no_editor(program: Program) -> None:
     done = program("--quiet", stdin="a\n/edit\nb\n")
     assert (done.returncode, done.stdout) == (2, "One said\n")
-    assert done.stderr == "error: /edit needs the new text: there is no terminal for an editor\n"
+    assert done.stderr == "error: /edit needs its TEXT in a script: there is no terminal for an editor\n"
 
 
 def test_kept_conversations_are_listed_with_the_flag_before_or_behind(program: Program, folder: Path) -> None:

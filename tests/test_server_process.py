@@ -185,7 +185,7 @@ def test_a_key_comes_from_a_variable_or_a_file_and_is_never_said(tiny: Path, tmp
         (["--max-concurrent", "0"], "max-concurrent must be 1 or more"),
         (["--model", "a=x.gguf", "--model", "a=y.gguf"], "two models have the name a"),
         (["--port", "70000"], "port must be at most 65535"),
-        (["--api-key", "x", "--api-key-file", "y"], "two keys"),
+        (["--api-key", "x", "--api-key-file", "y"], "give two keys"),
         (["--api-key-file", "/nowhere/key"], "No such file"),
     ],
 )

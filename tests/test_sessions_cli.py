@@ -247,7 +247,7 @@ def test_what_is_no_plain_file_is_not_replaced_by_force_either(sessions, store, 
     assert pipe.is_fifo()
     assert link.is_symlink()
     before = (folder / "conversations.db").read_bytes()
-    with pytest.raises(UsageError, match="would lie among the kept conversations"):
+    with pytest.raises(UsageError, match="is in the folder of the kept conversations"):
         sessions("export", "work", "-o", str(folder / "conversations.db"), "--force")
     assert (folder / "conversations.db").read_bytes() == before
 
@@ -275,7 +275,11 @@ def test_an_import_reads_standard_input_and_refuses_what_is_no_export(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert sessions("import", "-")[0] == "work (2)\n"
     (tmp_path / "bad.json").write_text("{}")
-    for file, reason in [("bad.json", "no exported conversation"), ("none.json", "cannot be read"), ("", "directory")]:
+    for file, reason in [
+        ("bad.json", "not an exported conversation"),
+        ("none.json", "cannot be read"),
+        ("", "directory"),
+    ]:
         with pytest.raises(UsageError, match=reason):
             sessions("import", str(tmp_path / file))
     (tmp_path / "good.json").write_text(text)

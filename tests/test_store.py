@@ -401,7 +401,7 @@ def test_a_name_is_found_by_itself_and_an_id_by_its_start(store: Store) -> None:
 def test_a_name_is_not_given_twice(store: Store) -> None:
     id = kept(store, ("q", "a"), name="one")
     other = kept(store, ("q", "a"), name="two")
-    with pytest.raises(UsageError, match="there is a conversation 'one' already"):
+    with pytest.raises(UsageError, match="a conversation 'one' already exists"):
         store.rename(other, "one")
     assert store.rename(id, " one ") == "one"
 

@@ -321,7 +321,7 @@ def test_a_link_in_place_of_the_database_is_refused(tmp_path: Path, folder: Path
     outside.write_text("mine")
     folder.mkdir(mode=0o700)
     (folder / name).symlink_to(outside)
-    with pytest.raises(StoreError, match="no plain file"):
+    with pytest.raises(StoreError, match="not a plain file"):
         Store(folder)
     assert outside.read_text() == "mine"
 
@@ -407,7 +407,7 @@ def test_a_file_that_is_no_database_is_refused_left_alone_and_moved_only_when_to
     folder.mkdir(mode=0o700)
     database = folder / "conversations.db"
     database.write_bytes(b"not a database, but long enough to look at\n" * 100)
-    with pytest.raises(StoreError, match=r"damaged or no database.*sessions set-aside"):
+    with pytest.raises(StoreError, match=r"damaged or not a database.*sessions set-aside"):
         Store(folder)
     before = database.read_bytes()
     (moved,) = set_aside(folder)
@@ -569,7 +569,7 @@ def test_a_folder_that_cannot_be_written_is_said() -> None:
             os.chown(folder, 65534, -1)
         process = run_code(f"try: {code}\nexcept StoreError as error: print(error)", folder)
         out, err = process.communicate()
-    assert out == f"{folder}/conversations.db: Permission denied; name another folder with --session-dir\n", err
+    assert out == f"{folder}/conversations.db: Permission denied; choose another folder with --session-dir\n", err
 
 
 def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_a_file_is_read_whole_or_by_lines(call: Any) -> None:
         ({"path": "src/main.py", "first_line": 9}, "src/main.py has 5 lines, so there is no line 9"),
         ({"path": "src/main.py", "first_line": 3, "last_line": 2}, "last_line 2 is before first_line 3"),
         ({"path": "src/main.py", "first_line": 0}, "wrong arguments: first_line: 0 is less than the minimum of 1"),
-        ({"path": ""}, "'' is no path"),
-        ({"path": "a\0b"}, "'a\\x00b' is no path"),
-        ({"path": "\ud800"}, "'\\ud800' is no path"),
+        ({"path": ""}, "'' is not a path"),
+        ({"path": "a\0b"}, "'a\\x00b' is not a path"),
+        ({"path": "\ud800"}, "'\\ud800' is not a path"),
         ({"path": "x" * 5000}, "x"),
     ],
 )
@@ -416,7 +416,7 @@ def test_a_search_gives_path_number_and_line(search: Any, project: Path) -> None
 
 
 def test_a_wrong_pattern_and_a_flood_of_matches_are_said(search: Any, project: Path) -> None:
-    assert "is no regular expression" in search(pattern="(").text
+    assert "is not a regular expression" in search(pattern="(").text
     assert "there is no file nowhere" in search(pattern="a", path="nowhere").text
     (project / "many.txt").write_text("match " * 200 + "\n" + "match\n" * 1000)
     text = search(pattern="match").text

@@ -246,11 +246,11 @@ def _silent(a: int) -> None:
     ("function", "message"),
     [
         (_untyped, "_untyped: parameter a has no type"),
-        (_odd, "_odd: parameter a has the type Odd, which no schema is made of; there is: str, int"),
+        (_odd, "_odd: parameter a has the type Odd, which has no JSON schema here; supported: str, int"),
         (_keys, "_keys: parameter a: the keys of a dict must be str"),
         (_pair, "_pair: parameter a: a tuple of a fixed length has no schema"),
         (_many, "_many: parameter a cannot be given by name"),
-        (_nested, "_nested: parameter a.inner: Nested holds itself"),
+        (_nested, "_nested: parameter a.inner: Nested contains itself"),
         (_unknown, "_unknown: its annotations cannot be read"),
         (_silent, "_silent says nowhere what it does"),
     ],

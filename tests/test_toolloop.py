@@ -615,7 +615,7 @@ def test_a_tool_server_of_the_settings_file_offers_its_tools(make: Make, tmp_pat
     [
         ("[mcp.x]\n", "give either its command or its url"),
         ("[mcp.x]\ncommand = 'a'\n", "command cannot be 'a'"),
-        ("[mcp.x]\ncommand = ['a']\nargs = []\n", "there is no key args"),
+        ("[mcp.x]\ncommand = ['a']\nargs = []\n", "unknown key args"),
         ("[mcp.x]\nurl = 'u'\nrisk = 'none'\n", "unknown risk"),
         ("[mcp.x]\nurl = 'u'\nheaders = { A = '$NO_SUCH_VARIABLE' }\n", "a variable in '$NO_SUCH_VARIABLE' is not set"),
         ("mcp = 1\n", "a server is a table"),

@@ -118,7 +118,7 @@ def test_raw_is_turned_over_and_the_panel_is_set() -> None:
     assert run(agent, "raw").text == "raw off"
     assert run(agent, "raw", "on").text == "raw on"
     assert run(agent, "panel", "panel").text == "panel panel"
-    with pytest.raises(UsageError, match="none of: off, line, panel"):
+    with pytest.raises(UsageError, match="not one of: off, line, panel"):
         run(agent, "panel", "large")
 
 

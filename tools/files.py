@@ -52,7 +52,7 @@ def read_file(
             number += 1
             scanned += len(raw)
             if scanned > MAX_SCAN_BYTES:
-                raise ToolError(f"{place.path} has {size:,} bytes; lines so far behind its start are not looked for")
+                raise ToolError(f"{place.path} has {size:,} bytes; lines this far from its start are not searched for")
             if number < first_line:
                 continue
             line = raw.decode("utf-8", "replace").rstrip("\r\n")
@@ -189,7 +189,7 @@ def edited(path: str, content: bytes, old: str, new: str) -> bytes:
         if places:
             lines = ", ".join(str(content.count(b"\n", 0, place) + 1) for place in places[:10])
             raise ToolError(
-                f"old occurs {len(places)} times in {path}, at lines {lines}; take in more of the text around the "
+                f"old occurs {len(places)} times in {path}, at lines {lines}; include more of the text around the "
                 "place that is meant"
             )
     raise ToolError(f"old does not occur in {path}{_near(content, old)}")
@@ -260,7 +260,7 @@ def _existing(place: Place) -> Content:
     found = current(place)
     if found is None:
         os.close(place.open_file())  # raises what is wrong
-        raise ToolError(f"{place.path} was made meanwhile; read it")
+        raise ToolError(f"{place.path} was created meanwhile; read it")
     return found
 
 

@@ -24,7 +24,7 @@ def load_file(path: Path) -> list[Tool]:
     name = f"goinfer_chat_tools_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ToolSetupError(f"{path} is no Python file; its name must end in .py")
+        raise ToolSetupError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their own module up
     try:

@@ -54,7 +54,9 @@ class McpServer:
         if bool(self.command) == bool(self.url):
             raise ToolSetupError(f"MCP server {self.name}: give either its command or its url")
         if self.risk not in ("reads", "writes", "runs"):
-            raise ToolSetupError(f"MCP server {self.name}: unknown risk {self.risk!r}; there is: reads, writes, runs")
+            raise ToolSetupError(
+                f"MCP server {self.name}: unknown risk {self.risk!r}; choose from: reads, writes, runs"
+            )
 
 
 class McpServers:

@@ -16,6 +16,8 @@ from tools.validation import check_arguments, parse_arguments
 PATIENCE_SECONDS: Final = 0.7
 """How long a tool may take to end by itself after its time is up or it was cancelled."""
 
+_STILL_RUNNING: Final = "it has not ended yet, and what it is still doing is not known"
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -117,11 +119,8 @@ def run(call: Checked, context: ToolContext) -> ToolResult:
             return ToolResult("cancelled", bounded(f"stopped by the user\n{result.text}", context.output_limit))
         return ToolResult(result.status, bounded(result.text, context.output_limit))
     if waited == "cancelled":
-        return ToolResult("cancelled", "stopped by the user; it has not ended yet, and what it still does is not known")
-    return ToolResult(
-        "timeout",
-        f"it took longer than {context.timeout_seconds:g} s; it has not ended yet, and what it still does is not known",
-    )
+        return ToolResult("cancelled", f"stopped by the user; {_STILL_RUNNING}")
+    return ToolResult("timeout", f"it took longer than {context.timeout_seconds:g} s; {_STILL_RUNNING}")
 
 
 def _wait(done: threading.Event, context: ToolContext) -> str:

@@ -76,7 +76,7 @@ def remove(place: Place) -> None:
 def _expect_unchanged(place: Place, expected: Content | None) -> None:
     info = place.info()
     if (info is None) != (expected is None):
-        raise ToolError(f"{place.path} was {'deleted' if info is None else 'made'} meanwhile; read it again")
+        raise ToolError(f"{place.path} was {'deleted' if info is None else 'created'} meanwhile; read it again")
     if info is not None and expected is not None and _state(info) != _state(expected.info):
         raise ToolError(f"{place.path} was changed meanwhile; read it again")
 

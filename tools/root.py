@@ -125,7 +125,7 @@ class Root:
     def _parts(self, path: str) -> list[str]:
         """The names of a path from the root. Raises ToolError for an absolute one that is not inside."""
         if "\0" in path or not path:
-            raise ToolError(f"{path!r} is no path")
+            raise ToolError(f"{path!r} is not a path")
         if not path.startswith("/"):
             return path.split("/")
         for root in (str(self.path), self._given):
@@ -216,7 +216,7 @@ def explained(path: str) -> Iterator[None]:
     except OSError as error:
         raise ToolError(f"{path}: {error.strerror or error}") from error
     except UnicodeEncodeError as error:
-        raise ToolError(f"{path!r} is no path") from error
+        raise ToolError(f"{path!r} is not a path") from error
 
 
 def _expect_file(info: os.stat_result, path: str) -> None:

@@ -70,7 +70,7 @@ def _shape(annotation: Any, where: str, inside: tuple[Any, ...]) -> Shape:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return _object_of(annotation, where, inside)
     shown = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    raise ToolSetupError(f"{where} has the type {shown}, which no schema is made of; there is: {SUPPORTED}")
+    raise ToolSetupError(f"{where} has the type {shown}, which has no JSON schema here; supported: {SUPPORTED}")
 
 
 def _annotated(arguments: tuple[Any, ...], where: str, inside: tuple[Any, ...]) -> Shape:
@@ -144,7 +144,7 @@ def _dict(arguments: tuple[Any, ...], where: str, inside: tuple[Any, ...]) -> Sh
 
 def _object_of(kind: Any, where: str, inside: tuple[Any, ...]) -> Shape:
     if kind in inside:
-        raise ToolSetupError(f"{where}: {kind.__name__} holds itself, which no schema is made of")
+        raise ToolSetupError(f"{where}: {kind.__name__} contains itself, which has no JSON schema here")
     hints = typing.get_type_hints(kind, include_extras=True)
     missing = dataclasses.MISSING
     fields = [

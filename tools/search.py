@@ -36,7 +36,7 @@ def search(
     try:
         re.compile(pattern)
     except (re.error, RecursionError) as error:
-        raise ToolError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ToolError(f"{pattern!r} is not a regular expression: {error}") from error
     with context.root.place(path) as place:
         info = place.info()
         is_folder = info is not None and stat.S_ISDIR(info.st_mode)

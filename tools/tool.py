@@ -81,7 +81,7 @@ class Tool:
                 f"{self.name!r} cannot be the name of a tool; take 1 to 64 of the letters a-z, A-Z, digits, _ and -"
             )
         if self.risk not in ("reads", "writes", "runs"):
-            raise ToolSetupError(f"{self.name}: unknown risk {self.risk!r}; there is: reads, writes, runs")
+            raise ToolSetupError(f"{self.name}: unknown risk {self.risk!r}; choose from: reads, writes, runs")
         check_schema(self.parameters, self.name)
 
     def describe(self) -> dict[str, Any]:

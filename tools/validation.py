@@ -24,7 +24,7 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise ToolSetupError(f"{where}: its parameters are no JSON schema: {error.message}") from error
+        raise ToolSetupError(f"{where}: its parameters are not a JSON schema: {error.message}") from error
 
 
 def is_valid(schema: Mapping[str, Any], value: Any) -> bool:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import KVType
-from engine.config import ModelConfig
+from engine.arch import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
-from engine.kernels.rows import CLIP, CLIPPED_SLOPE
 from engine.kv_cache import BLOCK_SIZE, KVPool
 from engine.kv_layout import KVLayout
 from engine.model import Batch
@@ -244,7 +243,7 @@ class TorchModel:
             if c.attention_cap:
                 scores = c.attention_cap * torch.tanh(scores / c.attention_cap)
             assert hidden is not None
-            weights = _softmax(scores.masked_fill(hidden[:, None], -torch.inf), self._weights.layers[n].sinks)
+            weights = torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1)
             seen = torch.bmm(weights.flatten(1, 2), values).unflatten(1, some.shape[1:3])
             seen = seen.transpose(0, 1).flatten(1, 2)  # [Q, H, D]
             out[group.first : group.last] = seen[: group.last - group.first]
@@ -265,11 +264,7 @@ class TorchModel:
         arch = self.config.arch
         inner = torch.cat([matrix(taken, expert) for matrix in part.gate_up], -1)
         gate, up = inner.chunk(2, -1) if arch.gated else (inner, None)
-        if arch.activation == "clipped":
-            assert up is not None
-            gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP) + 1
-            inner = gate * torch.sigmoid(gate * CLIPPED_SLOPE)
-        elif arch.activation == "gelu":
+        if arch.activation == "gelu":
             inner = torch.nn.functional.gelu(gate, approximate="tanh")
         else:
             inner = torch.nn.functional.silu(gate) if arch.activation == "silu" else torch.relu(gate).square()
@@ -283,7 +278,7 @@ class TorchModel:
         e = self.config.experts
         assert e is not None
         assert layer.router is not None
-        logits = layer.router(taken)
+        logits = layer.router.times(taken)
         # Stable: of equal ones the lower number.
         experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
         shares = torch.exp(logits - logits.gather(-1, experts[:, :1]))
@@ -292,14 +287,6 @@ class TorchModel:
         for expert in experts.unique().tolist():
             x = x + self._branch(part, taken, expert) * weights[:, expert, None]
         return x
-
-
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Of scores [G, Q, H / G, S]; sinks [H]: one score more for each head, whose share goes nowhere."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    more = sinks.view(len(scores), 1, -1, 1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, neox: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.arch import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.torch_backend.matrices import DeviceMatrix, Form
@@ -24,7 +24,7 @@ _KNOWN_FACTS: Final = frozenset(
         "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
         "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
         "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
-        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert", "sinks",
+        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -38,7 +38,7 @@ _KNOWN_SIZES: Final = frozenset(
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
 _KNOWN_WORDS: Final = {
-    "activation": ("silu", "gelu", "relu2", "clipped"),
+    "activation": ("silu", "gelu", "relu2"),
     "norm": ("rms", "centred"),
     "experts": ("no", "maybe", "yes"),
     "shared_expert": ("no", "maybe", "gated"),
@@ -64,14 +64,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix, or one for each expert, and the biases [experts or 1, rows], if it has some."""
+    """A matrix, or one for each expert, and the bias, if it has one."""
 
     matrix: DeviceMatrix
     bias: Tensor | None
 
     def __call__(self, x: Tensor, expert: int = 0) -> Tensor:
         y = self.matrix.times(x, expert)
-        return y if self.bias is None else y + self.bias[expert]
+        return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,12 @@ class Layer:
     """Of q, k and v, or one for all."""
     q_norm: Norm | None
     k_norm: Norm | None
-    sinks: Tensor | None
-    """A score more for each head [H]."""
     output: Linear
     post_attention_norm: Norm | None
     ffn_norm: Norm | None
     dense: FeedForward | None
     experts: FeedForward | None
-    router: Linear | None
+    router: DeviceMatrix | None
     shared_gate: DeviceMatrix | None
     post_ffw_norm: Norm | None
 
@@ -147,8 +145,7 @@ class TorchWeights:
         self.output_norm = self._norm("output_norm", factor=config.logit_factor)
         tied = "output.weight" not in gguf.tensors
         head = self.embedding if tied else self._matrix("output", config.vocab_size, hidden)
-        bias = self._bias("output", config.vocab_size)
-        self.head = Linear(head, None if bias is None else bias[None])
+        self.head = Linear(head, self._bias("output", config.vocab_size))
         self._check_all_is_read()
 
     def _check_all_is_read(self) -> None:
@@ -185,13 +182,11 @@ class TorchWeights:
         self._read.add(name)
         return torch.from_numpy(load_vector(self._gguf, name, *shape)).reshape(shape).to(self._device)
 
-    def _bias(self, name: str, *shape: int) -> Tensor | None:
-        return self._vector(f"{name}.bias", *shape) if self._has(f"{name}.bias") else None
+    def _bias(self, name: str, size: int) -> Tensor | None:
+        return self._vector(f"{name}.bias", size) if self._has(f"{name}.bias") else None
 
-    def _linear(self, name: str, rows: int, columns: int, experts: int = 0, form: Form | None = None) -> Linear:
-        bias = self._bias(name, *((experts, rows) if experts else (rows,)))
-        matrix = self._matrix(name, rows, columns, experts, form)
-        return Linear(matrix, None if bias is None else bias.view(-1, rows))
+    def _linear(self, name: str, rows: int, columns: int, experts: int = 0) -> Linear:
+        return Linear(self._matrix(name, rows, columns, experts), None if experts else self._bias(name, rows))
 
     def _norm(self, name: str, factor: float = 1.0) -> Norm:
         size, centred = self._config.hidden_size, self._config.arch.norm == "centred"
@@ -228,14 +223,13 @@ class TorchWeights:
             tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), hidden) for name in qkv),
             self._head_norm(f"{block}.attn_q", c.num_heads),
             self._head_norm(f"{block}.attn_k", c.num_kv_heads),
-            self._vector(f"{block}.attn_sinks.weight", c.num_heads) if arch.sinks else None,
             self._linear(f"{block}.attn_output", hidden, sizes["attn_q"]),
             self._post_norm(f"{block}.post_attention_norm"),
             self._norm(f"{block}.{arch.ffn_norm}") if arch.pre_norms and not c.is_parallel else None,
             self._feed_forward(block, "_shexp" if e else "", c.ffn_size) if c.ffn_size else None,
             self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
             # Which experts are chosen hangs on little: exact, whatever the others are.
-            self._linear(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
+            self._matrix(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
             self._matrix(f"{block}.ffn_gate_inp_shexp", 1, hidden, form="f32") if c.has_shared_gate else None,
             self._post_norm(f"{block}.post_ffw_norm"),
         )

@@ -16,7 +16,8 @@ from engine.api import SpeculationMode
 from engine.errors import UsageError
 from goinfer_chat.cli import Flags, given_flags, with_settings
 from goinfer_chat.loading import find_model
-from goinfer_chat.settings import SETTINGS, Settings, resolve
+from goinfer_chat.resolving import resolve
+from goinfer_chat.settings import SETTINGS, Settings
 from goinfer_chat.terminal import Stream
 from goinfer_chat.values import parse_int
 
@@ -169,7 +170,7 @@ def speculation_modes(spec: str) -> tuple[SpeculationMode, ...]:
     known: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
     found = next((mode for mode in known if mode == spec), None)
     if found is None:
-        raise UsageError(f"unknown speculation {spec!r}; there is: {', '.join(known)}")
+        raise UsageError(f"unknown speculation {spec!r}; choose from: {', '.join(known)}")
     return ("off",) if found == "off" else ("off", found)
 
 

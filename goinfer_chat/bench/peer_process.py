@@ -27,7 +27,7 @@ class PeerChoice:
 
     def __post_init__(self) -> None:
         if self.name not in PEERS:
-            raise UsageError(f"unknown peer {self.name!r}; there is: {', '.join(PEERS)}")
+            raise UsageError(f"unknown peer {self.name!r}; choose from: {', '.join(PEERS)}")
 
 
 class Peer:

@@ -38,9 +38,9 @@ class Rule:
         try:
             words = tuple(shlex.split(command))
         except ValueError as error:
-            raise UsageError(f"{text!r} is no rule: {error}") from None
+            raise UsageError(f"{text!r} is not a rule: {error}") from None
         if not what.strip() or (colon and not words):
-            raise UsageError(f"{text!r} is no rule; such as edit_file, writes, all, or run_command:git status")
+            raise UsageError(f"{text!r} is not a rule; a rule is like edit_file, writes, all or run_command:git status")
         return cls(what.strip(), words)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
     known = (*names, *get_args(Risk), "all")
     for rule in rules:
         if rule.what not in known:
-            raise UsageError(f"the rule {str(rule)!r} is about no tool; there is: {', '.join(known)}")
+            raise UsageError(f"the rule {str(rule)!r} names no tool and no risk; choose from: {', '.join(known)}")
 
 
 class KeptRules:

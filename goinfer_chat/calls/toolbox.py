@@ -155,7 +155,7 @@ def servers_of(table: Mapping[str, Any], where: str) -> list[McpServer]:
         known = {"command": list, "env": dict, "url": str, "headers": dict, "risk": str, "reads": list, "enabled": bool}
         for key, value in values.items():
             if key not in known:
-                raise UsageError(f"{at}: there is no key {key}; there is: {', '.join(known)}")
+                raise UsageError(f"{at}: unknown key {key}; known keys: {', '.join(known)}")
             if not isinstance(value, known[key]) or not _all_text(value):
                 raise UsageError(f"{at}: {key} cannot be {value!r}")
         if not values.get("enabled", True):

@@ -44,7 +44,7 @@ class Admission:
         if len(self._waiting) >= self._max_waiting:
             raise ApiError(
                 429,
-                f"{self.num_running} requests run and {len(self._waiting)} wait, which is all there is room for",
+                f"{self.num_running} requests are running and {len(self._waiting)} are waiting, which is the limit",
                 code="queue_full",
                 retry_after=self._retry_after(),
             )

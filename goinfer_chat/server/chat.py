@@ -24,6 +24,7 @@ from goinfer_chat.server.common import (
     MAX_CHOICES,
     MAX_STOPS,
     MAX_TOKENS,
+    logprob,
     made,
     read_messages,
     read_sampling,
@@ -53,7 +54,7 @@ def read_chat(body: Fields, models: Models) -> Job:
         raise body.invalid("top_logprobs", "needs logprobs")
     newer, older = (body.integer(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens"))
     if None not in (newer, older) and newer != older:
-        raise body.invalid("max_tokens", "is another than max_completion_tokens; give one of them")
+        raise body.invalid("max_tokens", "differs from max_completion_tokens; give only one of them")
     stream = body.boolean("stream")
     include_usage = read_stream_options(body, stream)
     body.labels("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -200,14 +201,9 @@ def logprobs_object(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
 
     def token(entry: Any) -> dict[str, Any]:
         text = entry.piece.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(entry.piece)}
+        return {"token": text, "logprob": logprob(entry.logprob), "bytes": list(entry.piece)}
 
     return {
         "content": [{**token(e.chosen), "top_logprobs": [token(top) for top in e.top]} for e in entries],
         "refusal": None,
     }
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what cannot be drawn."""
-    return max(value, -9999.0)

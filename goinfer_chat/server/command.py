@@ -92,8 +92,8 @@ def serve(settings: Settings, options: ServeOptions, make_engine: EngineFactory,
             side.line(f"{info.session_reuse}{kept} | up to {options.max_concurrent} at once")
             if options.max_concurrent > settings.kv_sessions:
                 side.line(
-                    f"{options.max_concurrent} may run at once and {settings.kv_sessions} stay in memory: give each a "
-                    "slot with --kv-sessions"
+                    f"{options.max_concurrent} may run at once and only {settings.kv_sessions} stay in memory; "
+                    "--kv-sessions gives each of them a slot"
                 )
             for notice in info.notices:
                 side.line(notice)

@@ -85,6 +85,7 @@ def check_function(function: Fields) -> None:
 
 
 def read_tool_choice(body: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """`tool_choice` in the forms of both of OpenAI's APIs: the name of a function stands in `function` or beside it."""
     value = body.value("tool_choice")
     if value is None:
         return "auto"
@@ -146,13 +147,18 @@ def _part(part: Fields, *kinds: str) -> str:
     return text
 
 
+def check_num_items(body: Fields, name: str) -> None:
+    """Raises ApiError unless the array of messages `name` is there and has 1 to MAX_MESSAGES items."""
+    items = body.items(name)
+    if not items:
+        raise body.invalid(name, "is missing" if items is None else "is empty")
+    if len(items) > MAX_MESSAGES:
+        raise body.invalid(name, f"has more than {MAX_MESSAGES:,} items")
+
+
 def read_messages(body: Fields) -> tuple[Message, ...]:
     """Messages in OpenAI's form."""
-    items = body.items("messages")
-    if not items:
-        raise body.invalid("messages", "is missing" if items is None else "is empty")
-    if len(items) > MAX_MESSAGES:
-        raise body.invalid("messages", f"has more than {MAX_MESSAGES:,} messages")
+    check_num_items(body, "messages")
     return tuple(_message(message) for message in body.objects("messages"))
 
 
@@ -202,7 +208,7 @@ def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
     kwargs = dict(body.mapping("chat_template_kwargs") or {})
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in kwargs:
-            raise body.invalid("chat_template_kwargs", f"{name} is given already")
+            raise body.invalid("chat_template_kwargs", f"{name} is already given by the request itself")
     return kwargs
 
 
@@ -227,6 +233,11 @@ def usage(replies: Sequence[Reply], *, num_prompts: int = 1) -> dict[str, Any]:
         "prefill_reused_tokens": reused,
         "prefill_tokens": sum(stats.prefill_tokens or 0 for stats in prompts),
     }
+
+
+def logprob(value: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for what cannot be drawn."""
+    return max(value, -9999.0)
 
 
 def timings(reply: Reply) -> dict[str, Any]:

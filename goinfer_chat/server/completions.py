@@ -15,6 +15,7 @@ from goinfer_chat.server.common import (
     MAX_CHOICES,
     MAX_STOPS,
     MAX_TOKENS,
+    logprob,
     made,
     read_sampling,
     read_speculation,
@@ -170,9 +171,9 @@ def _logprobs(entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
     pieces = [entry.chosen.piece.decode("utf-8", "replace") for entry in entries]
     return {
         "tokens": pieces,
-        "token_logprobs": [max(entry.chosen.logprob, -9999.0) for entry in entries],
+        "token_logprobs": [logprob(entry.chosen.logprob) for entry in entries],
         "top_logprobs": [
-            {top.piece.decode("utf-8", "replace"): max(top.logprob, -9999.0) for top in entry.top} for entry in entries
+            {top.piece.decode("utf-8", "replace"): logprob(top.logprob) for top in entry.top} for entry in entries
         ],
         "text_offset": [sum(map(len, pieces[:number])) for number in range(len(pieces))],
     }

@@ -149,7 +149,7 @@ class Fields:
         value = self.value(name)
         if value is not None and value not in allowed:
             shown = ", ".join(json.dumps(value) for value in allowed)
-            raise self.invalid(name, f"is not supported, but for {shown}")
+            raise self.invalid(name, f"is not supported, except {shown}")
 
     def labels(self, *names: str) -> None:
         """Fields that change nothing by their nature: who asks, what for."""
@@ -174,7 +174,7 @@ def checked_text(value: object, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise invalid(name, "holds half of a surrogate pair, which is no text") from None
+        raise invalid(name, "holds half of a surrogate pair, which is not text") from None
     return value
 
 

@@ -22,9 +22,9 @@ from engine.api import (
     ToolChoice,
 )
 from goinfer_chat.server.common import (
-    MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOKENS,
+    check_num_items,
     made,
     read_sampling,
     read_schema,
@@ -156,11 +156,7 @@ def _text_block(block: Fields) -> str:
 
 
 def _messages(body: Fields) -> tuple[Message, ...]:
-    items = body.items("messages")
-    if not items:
-        raise body.invalid("messages", "is missing" if items is None else "is empty")
-    if len(items) > MAX_MESSAGES:
-        raise body.invalid("messages", f"has more than {MAX_MESSAGES:,} messages")
+    check_num_items(body, "messages")
     messages: list[Message] = []
     for message in body.objects("messages"):
         role = message.choice("role", "user", "assistant", "system")

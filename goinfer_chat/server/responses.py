@@ -21,17 +21,17 @@ from engine.api import (
     ThinkingDelta,
     ToolCall,
     ToolCallReady,
-    ToolChoice,
 )
 from goinfer_chat.server.common import (
-    MAX_MESSAGES,
     MAX_TOKENS,
+    check_num_items,
     made,
     read_content,
     read_sampling,
     read_schema,
     read_speculation,
     read_template_kwargs,
+    read_tool_choice,
     timings,
 )
 from goinfer_chat.server.errors import ApiError
@@ -87,7 +87,7 @@ def read_response(body: Fields, models: Models, stored: Stored) -> Job:
         lambda: Request(
             messages=(*system, *messages),
             tools=tools,
-            tool_choice=_tool_choice(body, tools),
+            tool_choice=read_tool_choice(body, tools),
             parallel_tool_calls=body.boolean("parallel_tool_calls", default=True),
             json_schema=schema,
             sampling=read_sampling(body, model.sampling),
@@ -114,7 +114,7 @@ def _previous(body: Fields, stored: Stored) -> tuple[Message, ...]:
     if found is None:
         raise ApiError(
             404,
-            "previous_response_id: there is no such response, or not any more",
+            "previous_response_id: there is no such response, or it is no longer kept",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -125,11 +125,7 @@ def _input(body: Fields) -> tuple[Message, ...]:
     value = body.value("input")
     if isinstance(value, str):
         return (Message(role="user", content=checked_text(value, "input")),)
-    items = body.items("input")
-    if not items:
-        raise body.invalid("input", "is missing" if items is None else "is empty")
-    if len(items) > MAX_MESSAGES:
-        raise body.invalid("input", f"has more than {MAX_MESSAGES:,} items")
+    check_num_items(body, "input")
     messages: list[Message] = []
     thinking: str | None = None
     for item in body.objects("input"):
@@ -194,25 +190,6 @@ def _tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
         tool.refuse_others()
         tools.append({"type": "function", "function": function})
     return tuple(tools)
-
-
-def _tool_choice(body: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    value = body.value("tool_choice")
-    if value is None:
-        return "auto"
-    choice: ToolChoice
-    if isinstance(value, str):
-        if value not in ("none", "auto", "required"):
-            raise body.invalid("tool_choice", "must be none, auto, required, or name a function")
-        choice = value  # type: ignore[assignment]
-    else:
-        fields = Fields(value, "tool_choice.")
-        fields.only("type", "function")
-        choice = NamedTool(name=fields.required_text("name"))
-        fields.refuse_others()
-    if not tools and choice not in ("none", "auto"):
-        raise body.invalid("tool_choice", "there are no tools to choose from")
-    return choice
 
 
 class ResponseFormat:

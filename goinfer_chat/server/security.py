@@ -93,7 +93,7 @@ class Gate:
                 self._metrics.count("goinfer_rejected_total", full="inflight")
                 raise ApiError(
                     429,
-                    f"{self.num_inflight} requests are in work, as many as may be",
+                    f"{self.num_inflight} requests are in progress, which is the limit",
                     code="inflight_full",
                     retry_after=1,
                 )
@@ -115,7 +115,7 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> None:
         if self._check_host and _host_name(headers.get(b"host", b"").decode("latin-1")) not in LOOPBACK_NAMES:
-            raise ApiError(403, "this server answers to localhost only; the Host of the request is another")
+            raise ApiError(403, "this server answers only to localhost, and the Host of this request is another name")
         if origin and origin not in self._origins:
             raise ApiError(403, "pages of this origin may not use this server; --allow-origin lets one in")
         if not origin and headers.get(b"sec-fetch-site", b"none") in (b"cross-site", b"same-site"):
@@ -127,7 +127,7 @@ class Gate:
         if scheme.lower() == b"bearer":
             given = token
         if not hmac.compare_digest(given, self._api_key):
-            raise ApiError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_size(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
@@ -149,11 +149,11 @@ class Gate:
                         raise _too_large(self._limits.max_body_bytes)
                     if self.num_held_bytes > max(self._limits.max_held_bytes, self._limits.max_body_bytes):
                         self._metrics.count("goinfer_rejected_total", full="bytes")
-                        raise ApiError(429, "the requests in work are too large", code="bytes_full", retry_after=1)
+                        raise ApiError(429, "the requests in progress are too large", code="bytes_full", retry_after=1)
                     if not message.get("more_body"):
                         return
         except TimeoutError:
-            raise ApiError(408, "the body did not come in time", param="body") from None
+            raise ApiError(408, "the body did not arrive in time", param="body") from None
 
     def _cors(self, origin: str) -> dict[str, str]:
         if not origin or origin not in self._origins:

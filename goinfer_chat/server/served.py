@@ -72,6 +72,6 @@ class Models:
             shown = name if name.isprintable() and len(name) <= 200 else "of this name"
             known = ", ".join(self._models)
             raise ApiError(
-                404, f"model: there is no model {shown}; there is: {known}", param="model", code="model_not_found"
+                404, f"model: there is no model {shown}; choose from: {known}", param="model", code="model_not_found"
             )
         return self._models[name]

@@ -149,7 +149,7 @@ def _save(agent: Agent, argument: str) -> Outcome:
     profile = argument or settings.profile
     path = settings_path(settings.config)
     if path is None:
-        raise UsageError("there is no place for a settings file; start with --config FILE")
+        raise UsageError("no place for a settings file is known; start with --config FILE")
     there = path.exists()
     is_new = profile is not None and not (there and has_profile(settings.config, profile))
     saved = Settings().changed(read_settings_file(settings.config, None if is_new else profile) if there else {})

@@ -98,7 +98,7 @@ def parse_schema(text: str) -> Mapping[str, Any] | bool:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}") from None
     if schema is not True and not isinstance(schema, dict):
-        raise UsageError(f"{where} is no schema: a schema is a JSON object")
+        raise UsageError(f"{where} is not a schema: a schema is a JSON object")
     return schema
 
 

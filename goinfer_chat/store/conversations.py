@@ -313,7 +313,7 @@ class Store:
         name = check_name(name)
         with self._database.joined() as connection:
             if queries.named(connection, name) is not None:
-                raise UsageError(f"there is a conversation {name!r} already; choose another name")
+                raise UsageError(f"a conversation {name!r} already exists; choose another name")
         return name
 
     def _lock(self, id: str) -> Lock:

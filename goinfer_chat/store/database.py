@@ -139,13 +139,14 @@ class Database:
             return 0
         if application != APPLICATION_ID:
             raise StoreError(
-                f"{self.path} is a database of another program; move it away, or name another folder with --session-dir"
+                f"{self.path} is a database of another program; move it elsewhere, or choose "
+                "another folder with --session-dir"
             )
         assert isinstance(version, int)
         if not 1 <= version <= len(migrations):
             raise StoreError(
                 f"{self.path} was written by a newer goinfer-chat (schema {version}, and this one knows "
-                f"{len(migrations)}); update goinfer-chat, or name another folder with --session-dir"
+                f"{len(migrations)}); update goinfer-chat, or choose another folder with --session-dir"
             )
         return version
 
@@ -223,7 +224,7 @@ class Database:
         except OverflowError:
             raise UsageError("a number has too many digits") from None
         except UnicodeDecodeError as error:  # SQLite reports damage in the words that it found
-            raise damaged("text that is no UTF-8") from error
+            raise damaged("text that is not UTF-8") from error
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: {_explanation(error)}") from error
 
@@ -268,7 +269,7 @@ def _explanation(error: sqlite3.Error) -> str:
     if name in ("SQLITE_BUSY", "SQLITE_LOCKED") or name.startswith("SQLITE_BUSY_"):
         return f"another program has been writing for more than {BUSY_SECONDS:.0f} seconds; try again"
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return f"it cannot be opened for writing ({error}); make it writable, or name another folder with --session-dir"
+        return f"it cannot be written ({error}); make it writable, or choose another folder with --session-dir"
     if "no such module" in str(error) or "no such tokenizer" in str(error):
         return f"the SQLite of this Python ({sqlite3.sqlite_version}) lacks full-text search by trigrams; 3.34 has it"
-    return f"the file is damaged or no database ({error}); {_REMEDY}"
+    return f"the file is damaged or not a database ({error}); {_REMEDY}"

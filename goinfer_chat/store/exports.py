@@ -123,7 +123,7 @@ def from_json(data: bytes) -> NewConversation:
     except ValueError as error:
         raise UsageError(f"the file is not JSON: {error}") from None
     if document.get("format", _text) != FORMAT:
-        raise UsageError("the file is no exported conversation of goinfer-chat")
+        raise UsageError("the file is not an exported conversation of goinfer-chat")
     version = document.need("version", _count)
     if version != VERSION:
         raise UsageError(
@@ -186,7 +186,7 @@ class _Fields:
 
     def __init__(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
-            raise UsageError(f"{where} is no JSON object")
+            raise UsageError(f"{where} is not a JSON object")
         self._values: Mapping[str, Any] = value
         self._where = where
 
@@ -207,36 +207,36 @@ class _Fields:
 
 
 def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("is no text")
+        raise ValueError("is not text")
     return storable(value)
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError("is no whole number from 0 on")
+        raise ValueError("is not a whole number of 0 or more")
     return value
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or abs(value) > 1e15:
-        raise ValueError("is no number")
+        raise ValueError("is not a number")
     return float(value)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError("is no list")
+        raise ValueError("is not a list")
     return value
 
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("holds something that is no JSON object")
+        raise ValueError("holds something that is not a JSON object")
     return value
 
 
@@ -248,18 +248,18 @@ def _role(value: Any) -> Role:
     for role in get_args(Role):
         if role == value:
             return role  # type: ignore[no-any-return]
-    raise ValueError(f"is none of {', '.join(get_args(Role))}")
+    raise ValueError(f"is not one of {', '.join(get_args(Role))}")
 
 
 def _ending(value: Any) -> Ending:
     if value not in _ENDINGS:
-        raise ValueError(f"is none of {', '.join(sorted(_ENDINGS))}")
+        raise ValueError(f"is not one of {', '.join(sorted(_ENDINGS))}")
     return value  # type: ignore[no-any-return]
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     if any(_count(id) >= 2**31 for id in _list(value)):
-        raise ValueError("holds a number that is no token id")
+        raise ValueError("holds a number that is not a token id")
     return tuple(value)
 
 

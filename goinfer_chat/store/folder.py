@@ -49,12 +49,12 @@ def prepare(folder: Path) -> None:
         make_folder(folder)
         info = folder.stat()
         if hasattr(os, "getuid") and os.getuid() not in (0, info.st_uid):
-            raise StoreError(f"{folder} belongs to another user; name another folder with --session-dir")
+            raise StoreError(f"{folder} belongs to another user; choose another folder with --session-dir")
         if info.st_mode & 0o077:
             if not os.path.lexists(folder / DATABASE) and any(folder.iterdir()):
                 raise StoreError(
                     f"{folder} is open to other users and holds other files; "
-                    "name a folder of its own with --session-dir"
+                    "choose a folder of its own with --session-dir"
                 )
             folder.chmod(0o700)
         with suppress(FileExistsError):
@@ -72,13 +72,13 @@ def _tighten(path: Path) -> None:
             if mode & 0o077:
                 path.chmod(0o600)
         elif path.name.startswith(DATABASE):
-            raise StoreError(f"{path} is no plain file; move it away, or name another folder with --session-dir")
+            raise StoreError(f"{path} is not a plain file; move it, or choose another folder with --session-dir")
 
 
 def path_of(folder: Path, id: str, suffix: str) -> Path:
     """The path of a conversation's file. Raises StoreError for an id that was never drawn."""
     if not is_id(id):
-        raise damaged(f"{id!r} is no id of a conversation")
+        raise damaged(f"{id!r} is not the id of a conversation")
     return folder / f"{id}{suffix}"
 
 
@@ -108,7 +108,7 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or path
         raise StoreError(
-            f"{os.fsdecode(where)}: {error.strerror or error}; name another folder with --session-dir"
+            f"{os.fsdecode(where)}: {error.strerror or error}; choose another folder with --session-dir"
         ) from error
 
 

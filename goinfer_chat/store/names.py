@@ -36,9 +36,9 @@ def check_name(name: str) -> str:
     if len(name) > MAX_NAME:
         raise UsageError(f"the name has {len(name)} characters; at most {MAX_NAME} can be taken")
     if wrong := next((character for character in name if not _is_plain(character)), None):
-        raise UsageError(f"the name has the character U+{ord(wrong):04X}, which names do not have")
+        raise UsageError(f"the name has the character U+{ord(wrong):04X}, which names must not contain")
     if name.startswith(".") or "/" in name or "\\" in name:
-        raise UsageError(f"the name {name!r} looks like a path; names have no slashes and start with no dot")
+        raise UsageError(f"the name {name!r} looks like a path; names contain no slashes and do not start with a dot")
     if is_id(name):
         raise UsageError(f"the name {name!r} looks like the id of a conversation")
     return name

@@ -71,7 +71,7 @@ def get(row: Row, name: str, kind: type[_T]) -> _T | None:
     """The value of a column; None for NULL."""
     value = row[name]
     if value is not None and not isinstance(value, kind):
-        raise damaged(f"{name} is no {kind.__name__}")
+        raise damaged(f"{name} is not of type {kind.__name__}")
     return value
 
 
@@ -93,7 +93,7 @@ def _json(text: str, kind: type) -> Any:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise damaged(f"JSON that is no {kind.__name__}")
+        raise damaged(f"JSON that is not of type {kind.__name__}")
     return value
 
 

@@ -268,7 +268,7 @@ def prompt_figures(stats: TurnStats) -> str:
     counts = [(stats.prefill_reused_tokens, "reused"), (stats.prefill_tokens, "prefilled")]
     counts += [(stats.recomputed_tokens, "again")] if stats.recomputed_tokens else []
     known = ", ".join(f"{count:,} {what}" for count, what in counts if count is not None)
-    return f"prompt {stats.prompt_tokens or 0:,} ({known or 'what is reused is not told'})"
+    return f"prompt {stats.prompt_tokens or 0:,} ({known or 'how many were reused is not known'})"
 
 
 def banner(info: ModelInfo, columns: int = 1000) -> list[str]:
