@@ -24,6 +24,7 @@ from tiny_models import write_tiny_model
 
 from engine import model_twin
 from engine.api import KVType
+from engine.arch import ARCHITECTURES
 from engine.buffers import MAX_WANTED
 from engine.errors import UnsupportedModelError
 from engine.generate import Rows
@@ -38,6 +39,14 @@ from engine.step import to_batch
 
 ROOT = Path(__file__).parents[1]
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 96,
+    "num_layers": 1,
+}
 # Sizes that are no round numbers; between them the models have every layout of activations, some at once.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -365,6 +374,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
         "tensor_types": {"*ffn_up_exps*": TensorType.F32},
     },
+    # Layers of one kind that others have too, each kind in its own mix: one of them is enough.
+    "command-r": {"architecture": "command-r", **SMALL},
+    "gemma": {"architecture": "gemma", **SMALL, "tensor_types": {"*attn_q*": TensorType.F16}},
+    # One matrix for gate and up.
+    "glm4": {
+        "architecture": "glm4",
+        **SMALL,
+        "tied": False,
+        "tensor_types": {"*ffn_up*": TensorType.Q4_0},
+        "metadata": {"glm4.rope.dimension_count": 8},
+    },
+    # And one for q, k and v, with a bias.
+    "chatglm": {
+        "architecture": "chatglm",
+        **SMALL,
+        "tied": False,
+        "tensor_types": {"*attn_qkv*": TensorType.Q5_1},
+        "metadata": {"chatglm.rope.dimension_count": 8},
+    },
+    "exaone": {"architecture": "exaone", **SMALL, "rope_factors": np.geomspace(1, 8, 8).tolist()},
+    "seed_oss": {"architecture": "seed_oss", **SMALL, "tied": False},
+    "internlm2": {"architecture": "internlm2", **SMALL, "tied": False},
+    "arcee": {"architecture": "arcee", **SMALL, "tensor_types": {"*ffn_up*": TensorType.F32}},
+    "ernie4_5": {"architecture": "ernie4_5", **SMALL, "head_dim": 48},
+    "qwen2vl": {"architecture": "qwen2vl", **SMALL},
+    "qwen3vl": {"architecture": "qwen3vl", **SMALL},
+    # One layer with a running state and one with attention, both with experts and a shared one.
+    "qwen35moe": {
+        "architecture": "qwen35moe",
+        **SMALL,
+        "num_layers": 3,
+        "head_dim": 32,
+        "expert_ffn_size": 64,
+        "delta": (1, 3, 32),
+        "tied": False,
+    },
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 # Head sizes of 48 and 80 end in a run of 16 numbers in q8_0.
@@ -497,6 +542,10 @@ def test_a_tensor_that_a_step_would_pass_over_is_refused(architecture: Any, name
     path = write_tiny_model(tmp_path / "more.gguf", architecture, tensors={name: np.ones(16, np.float32)})
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=f"tensor {name} is of a form of"):
         Model.load(gguf)
+
+
+def test_every_architecture_is_here() -> None:
+    assert {model["architecture"] for model in MODELS.values()} == set(ARCHITECTURES)
 
 
 # ---------------------------------------------------------------- against NumPy
