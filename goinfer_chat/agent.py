@@ -39,10 +39,10 @@ Turn = Generator[Event, None, Step | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is to be answered next."""
+    """What the model is to answer next."""
 
     text: str | None
-    """None: the message `after`, whatever has followed it before."""
+    """The question; None: `after` is the question, and it is answered once more."""
     after: int | None = HEAD
     """The message this one follows; where that is not the last one, a branch begins."""
     tool: str | None = None
@@ -81,6 +81,7 @@ class Agent:
         self.must_look = False
         """Whether the next reply must call some tool."""
         self.runs_calls = True
+        """Whether calls of a reply are run; if not, the turn ends with the reply that makes them."""
         self.schema: Mapping[str, Any] | bool | None = None
         """What replies must be valid under; None: any text."""
         self._unanswered: Ask | None = None
@@ -217,7 +218,7 @@ class Agent:
         return 0
 
     def asked(self, text: str) -> Ask:
-        """The question that this text and the attachments make; they are used up by it."""
+        """A question made of this text and the attachments, of which none are left afterwards."""
         attachments, self.attachments = self.attachments, []
         return Ask(text=with_attachments(text, attachments))
 
@@ -304,9 +305,9 @@ class Agent:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Inside, what was said may get a copy that goes on in its place; a question without an answer goes along.
+        """Inside, a copy may take the place of the conversation; a question that got no answer moves to the copy.
 
-        Ids of messages are those of one conversation.
+        It moves as text, because ids of messages are valid in one conversation only.
         """
         was, ask = self.live, self._unanswered
         text, head = None, None if was is None else was.info.head
@@ -329,7 +330,7 @@ class Agent:
         return conversation.name or conversation.id, self.conversations.store.delete(conversation.id)
 
     def undo(self, turns: int) -> tuple[list[StoredMessage], list[TakenBack]]:
-        """Stand before the last question, and take back the files that tools changed since.
+        """Go back by this many questions, and take back the files that tools have changed since.
 
         Returns what is left behind, and what became of the files. Raises UsageError.
         """

@@ -50,7 +50,7 @@ class Engines:
         self._settings = settings
 
     def close(self) -> None:
-        """Not while an engine does not stop working: closing would wait for that."""
+        """Leaves an engine alone that is still working on a turn: closing it would wait for that."""
         if not turn_is_running():
             self.current.close()
 

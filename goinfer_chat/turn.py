@@ -76,7 +76,7 @@ def play_turn(agent: Agent, ask: Ask, view: View, take_keys: Callable[[], None] 
 
 
 def _put_question(agent: Agent, event: ApprovalAsked | RepeatAsked, cancel: threading.Event) -> None:
-    """Here, where the terminal is; after Ctrl-C there is no question any more."""
+    """Ask on this thread, which owns the terminal; after Ctrl-C nothing is asked any more."""
     answer = Answer(allowed=False, stop=True)
     if agent.asker is not None and not cancel.is_set():
         answer = agent.asker(event)
@@ -126,8 +126,8 @@ class _Ended:
 
 @contextmanager
 def _told_of_resizing(tell: Callable[[], None]) -> Iterator[None]:
-    """Inside, `tell` is called when the screen changes its size: the later rows are drawn anew, the less is known about
-    where the terminal has put them."""
+    """Inside, `tell` is called whenever the screen changes its size: the longer redrawing waits, the less is known of
+    where the terminal has put the rows."""
     if not hasattr(signal, "SIGWINCH"):
         yield
         return

@@ -166,13 +166,13 @@ class LiveConversation:
 
 
 class ReplyDraft:
-    """The running reply. A thread saves it once in `draft_seconds` while it grows: the engine never waits for a disk.
+    """The running reply. While it grows, a thread saves it every `draft_seconds`: the engine never waits for a disk.
 
-    As a context manager it ends the turn however the block is left: after `finish` there is nothing to do; left by an
-    error of the engine, the conversation stays where it was and what was said is kept beside it; left otherwise, what
-    was said is kept as an interrupted reply, and a turn without a word of reply leaves nothing behind.
+    As a context manager it ends the turn, however the block is left. After `finish` nothing is left to do. Where the
+    engine raised an error, the conversation stays where it was, and what was said is kept on a branch beside it.
+    Otherwise what was said is kept as an interrupted reply, and a turn without a word of reply leaves nothing behind.
 
-    error   why it could not be saved lately, None if it could
+    error   why the last attempt to save failed; None if it succeeded
     """
 
     def __init__(self, conversation: LiveConversation, id: int) -> None:
