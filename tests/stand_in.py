@@ -142,6 +142,7 @@ class StandInTemplate:
 
     notices = ("a template of the tests",)
     thinks = False
+    has_channels = False
     stop: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: StandInTokenizer) -> None:
