@@ -260,6 +260,17 @@ def test_a_resumed_conversation_shows_where_it_stands(start: Start) -> None:
     assert lines[-2:] == ["…", "One said"]
 
 
+def test_a_resumed_conversation_shows_words_of_people_and_model_not_what_tools_said(start: Start) -> None:
+    agent = start()
+    play(agent, "what is here?")
+    assert agent.live is not None
+    result = Message(role="tool", content="a.txt", tool_call_id="1", name="list_files")
+    with agent.live.reply_to([result], model=agent.model) as draft:
+        draft.finish(Message(role="assistant", content=""))
+    end(agent)
+    assert resumed(start(continue_last=True)).splitlines()[1:] == ["> what is here?", "One said"]
+
+
 def test_ids_of_another_model_are_left_out_and_used_again_when_it_is_back(start: Start) -> None:
     agent = start(save="work")
     play(agent, "first")

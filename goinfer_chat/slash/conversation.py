@@ -42,7 +42,10 @@ def resumed(agent: Agent, *, with_words: bool = True) -> str:
     lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}."]
     if info.model is not None and info.model.identity != agent.model.identity:
         lines.append(f"The model of its last turn was {info.model.name}.")
-    for stored in path[-2:] if with_words else ():
+    words = [
+        stored for stored in path if stored.message.role in ("user", "assistant") and stored.message.content.strip()
+    ]
+    for stored in words[-2:] if with_words else ():  # what tools said is for the model
         text = excerpt(stored.message.content)
         lines.append(f"> {text}" if stored.message.role == "user" else text)
     for stored in agent.live.recovered[-1:]:
