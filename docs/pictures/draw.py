@@ -50,11 +50,15 @@ class Screen:
         time.sleep(0.3)
         self._tmux("send-keys", "Enter")
 
-    def wait(self, holds: Callable[[str], bool]) -> str:
-        """Until the screen is so; returns it with its styles."""
+    def answered(self, number: int) -> None:
+        """Until so many questions are answered. What scrolled away counts: a long reply pushes the others out."""
+        self.wait(lambda text: text.count("| TTFT") >= number and is_at_prompt(text), "-S", "-")
+
+    def wait(self, holds: Callable[[str], bool], *rows: str) -> str:
+        """Until the screen, or these rows of it, are so; returns them with their styles."""
         end = time.monotonic() + 120
         while time.monotonic() < end:
-            styled = self._tmux("capture-pane", "-p", "-e")
+            styled = self._tmux("capture-pane", "-p", "-e", *rows)
             if holds(Text.from_ansi(styled).plain):
                 return styled
             time.sleep(0.03)
@@ -73,28 +77,29 @@ class Screen:
         return done.stdout
 
 
-def answered(number: int) -> Callable[[str], bool]:
-    return lambda text: text.count("TTFT") >= number and text.rstrip().rpartition("\n")[2].startswith(" F1")
+def is_at_prompt(text: str) -> bool:
+    return text.rstrip().rpartition("\n")[2].startswith(" F1")
 
 
 def main() -> None:
     arguments = ("--model", "qwen2.5-coder-1.5b", "--temperature", "0", "--panel", "panel")
     with Screen(88, 40, *arguments, "--max-tokens", "250") as screen:
         screen.send("@docs/engine.md What is this about? One sentence.")
-        screen.wait(answered(1))
+        screen.answered(1)
         screen.send("@docs/speculation.md And this? One sentence.")
         screen.draw("reading", lambda text: bool(re.search(r"▒{6,}█{3,}░{3,}", text)), 12)
-        screen.wait(answered(2))
+        screen.answered(2)
         screen.send("Write a Python class Stack with push and pop, then a table of the cost of each operation.")
         screen.draw("replying", lambda text: "self" in text and "guesses" in text and "def push" in text, 22)
-        screen.wait(answered(3))
+        screen.answered(3)
         screen.send("/stats")
         screen.draw("stats", lambda text: "prompts  " in text and "\n>" in text, 14)
     with Screen(88, 40, *arguments) as screen:
         screen.send(
             "Three Markdown headings about apples with one sentence each, and a table of three sorts of apples."
         )
-        screen.draw("reply", answered(1), 28)
+        screen.answered(1)
+        screen.draw("reply", is_at_prompt, 28)
 
 
 if __name__ == "__main__":
