@@ -22,8 +22,9 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = Path(sys.executable).with_name("goinfer-chat")
-# No font is fetched from anywhere.
+# No font is fetched from anywhere, and no blank is taken away: librsvg trims those that do not break a line as well.
 FORMAT = re.sub(r"@font-face\s*{{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+FORMAT = FORMAT.replace("<svg ", '<svg xml:space="preserve" ', 1)
 
 
 class Screen:
