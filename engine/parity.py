@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -16,6 +16,9 @@ from engine.kv_cache import BlockTable, KVPool
 from engine.step import MAX_ROWS, to_batch
 
 Floats = NDArray[np.float32]
+
+_STATES = 8
+"""Slots for running states: two conversations, each with what a step leaves behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class Reader:
 
     def __init__(self, model: StepModel, num_blocks: int) -> None:
         self._model = model
-        self._pool: KVPool = model.new_pool(num_blocks)
+        self._pool: KVPool = model.new_pool(num_blocks, _STATES, 1)
 
     def logits(self, ids: Sequence[int], probes: Sequence[int], chunk: int = MAX_ROWS) -> Floats:
         """[P, V] of the positions `probes`, ascending, of a conversation read in chunks from its start."""
@@ -106,8 +109,7 @@ class Reader:
         for table, ids in parts:
             table.reserve(len(ids))
         batch = to_batch([Rows(table, ids, num_wanted=0) for table, ids in parts])
-        batch = type(batch)(batch.ids, batch.positions, batch.tables, batch.table_rows, np.array(wanted, np.int32))
-        logits = self._model.forward(batch).copy()
+        logits = self._model.forward(replace(batch, want=np.array(wanted, np.int32))).copy()
         for table, ids in parts:
             table.append(ids)
         return logits

@@ -105,7 +105,8 @@ class RunningState:
             return self._pool.copy(found)
         assert length == 0, f"no state is kept at {length}"
         slot = self._pool.allocate()
-        self._pool.memory[slot] = 0
+        with self._pool.editing(slot) as memory:
+            memory[:] = 0
         return slot
 
     def _due(self, length: int, end: int) -> list[int]:

@@ -31,10 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(path, "qwen35", metadata={"tokenizer.chat_template": TEMPLATE}, **SIZES)
 
 
-@pytest.fixture
-def start(model: Path) -> Iterator[Start]:
+@pytest.fixture(params=["cpu", pytest.param("torch", marks=pytest.mark.slow)])
+def start(request: pytest.FixtureRequest, model: Path) -> Iterator[Start]:
+    if request.param == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'goinfer-chat[torch]'")
+    place = {"backend": request.param, "device": "cpu"}
     with ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(load(model, threads=1, context_size=1024, **settings))
+        yield lambda **settings: stack.enter_context(load(model, threads=1, context_size=1024, **place, **settings))
 
 
 def user(text: str) -> Message:

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def on_torch(
         if "the torch backend does not know" not in str(error):
             raise
         pytest.skip(str(error))
-    return Runner(model, model.new_pool(blocks))
+    return Runner(model, model.new_pool(blocks, 24, 6))
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
@@ -91,7 +92,11 @@ def test_weights_are_the_same_bits(type: TensorType) -> None:
 
 @every_model
 def test_exact_weights_give_logits_and_kv_within_millionths(name: str, tiny: Callable[..., Path]) -> None:
-    """With f32 weights and K/V neither side rounds anything: what is left is the order of sums."""
+    """With f32 weights and K/V neither side rounds anything: what is left is the order of sums.
+
+    Where a running state gives nearly nothing, the norm behind it makes that large, and what is left of it: in f64 both
+    sides are found equally far away there, up to 40 millionths.
+    """
     ids, probes = tokens(600), range(0, 600, 9)
     with open_gguf(tiny(name, exact=True)) as gguf:
         runner = on_torch(gguf, kv_type="f32")
@@ -100,8 +105,9 @@ def test_exact_weights_give_logits_and_kv_within_millionths(name: str, tiny: Cal
     with running(tiny(name, exact=True), kv_type="f32") as kernels:
         table = kernels.table()
         ours, expected = kernels.feed(table, ids, 512, probes), kernels.cache(table)
+        has_states = kernels.model.config.delta is not None
     largest, mean = differences(ours, theirs)
-    assert largest < 3e-5
+    assert largest < (1e-4 if has_states else 3e-5)
     assert mean < 4e-6
     for found, wanted in zip(cache, expected):
         assert np.abs(found - wanted).max() < 1e-4 * wanted.std()
@@ -122,10 +128,12 @@ def test_kv_are_rounded_alike(name: str, kv_type: KVType, tiny: Callable[..., Pa
     with running(tiny(name, exact=True), kv_type=kv_type) as kernels:
         table = kernels.table()
         ours, expected = kernels.feed(table, ids, 64, range(70)), kernels.cache(table)
+        first = kernels.model.config.attention_layers[0]
     assert differences(ours, theirs)[1] < {"f16": 3e-3, "q8_0": 4e-3}[kv_type]
     for found, wanted in zip(cache, expected):
-        same = np.mean(found[0] == wanted[0])  # of the first layer, before differences add up
-        assert same > {"f16": 0.995, "q8_0": 0.97}[kv_type]  # a scale that goes the other way takes 32 numbers along
+        same = np.mean(found[0] == wanted[0])  # of the first layer, before differences add up, if it has K and V
+        # A scale that goes the other way takes 32 numbers along.
+        assert same > {"f16": 0.98 if first else 0.995, "q8_0": 0.97}[kv_type]
         assert np.abs(found[0].astype(np.float32) - wanted[0]).max() <= np.abs(wanted[0]).max() / 100
 
 
@@ -138,11 +146,13 @@ def test_quantized_weights_differ_by_the_rounding_of_activations(name: str, tiny
         theirs = runner.feed(runner.table(), ids, 64, range(70))
     with running(tiny(name)) as kernels:
         ours = kernels.feed(kernels.table(), ids, 64, range(70))
-        experts = kernels.model.config.experts
+        experts, has_states = kernels.model.config.experts, kernels.model.config.delta is not None
     away = np.abs(ours - theirs) / theirs.std()
-    # A row may be near a tie between two experts, and then goes another way, and those that see it with it.
-    assert np.mean(away.max(-1) > 0.25) <= (0.35 if experts else 0)
-    assert np.median(away) < 0.03
+    # A row may be near a tie between two experts, and then goes another way, and those that see it with it. And a state
+    # may give nearly nothing, which the norm behind it makes as large as what others give: noise of the size of the
+    # rounding, added to PyTorch's activations, takes a row as far.
+    assert np.mean(away.max(-1) > 0.25) <= (0.5 if has_states else 0.35 if experts else 0)
+    assert np.median(away) < (0.06 if has_states else 0.03)
 
 
 @pytest.mark.parametrize("form", ["f16", "blocks"])
@@ -168,6 +178,22 @@ def test_activations_too_large_for_half_precision_do_not_overflow(tiny: Callable
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out[1], out[0] * 1e6, rtol=2e-3, atol=1e3)
     assert not out[3].any()
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next"])
+def test_running_states_are_the_kernels_within_millionths(name: str, tiny: Callable[..., Path]) -> None:
+    """Number by number, so that they lie alike too, in memory and in files."""
+    ids = tokens(150)
+    with open_gguf(tiny(name, exact=True)) as gguf:
+        runner = on_torch(gguf, kv_type="f32")
+        table = runner.table()
+        runner.feed(table, ids, 64)
+        found = runner.state(table)
+    with running(tiny(name, exact=True), kv_type="f32") as kernels:
+        table = kernels.table()
+        kernels.feed(table, ids, 64)
+        expected = kernels.state(table)
+    assert np.abs(found - expected).max() < 4e-5 * expected.std()
 
 
 # ---------------------------------------------------------------- the contract, as far as it holds
@@ -310,10 +336,10 @@ QUESTION = "Copy this list, please: one two three four five six. One two three f
 def played(tiny: Callable[..., Path]) -> Callable[..., LocalEngine]:
     """An engine on the CPU, or on what is like a GPU."""
 
-    def load(patch: pytest.MonkeyPatch, like_a_gpu: bool, **settings: Any) -> LocalEngine:
+    def load(patch: pytest.MonkeyPatch, like_a_gpu: bool, name: str = "llama", **settings: Any) -> LocalEngine:
         if like_a_gpu:
             patch.setattr(devices, "device", lambda name: LIKE_A_GPU)
-        path = settings.pop("path", None) or tiny("llama")
+        path = settings.pop("path", None) or tiny(name)
         return engine.load(path, backend="torch", device="cpu", threads=1, context_size=512, **settings)
 
     return load
@@ -331,17 +357,19 @@ def converse(loaded: LocalEngine, name: str, turns: Sequence[str], **sampling: A
 
 
 @pytest.mark.parametrize("like_a_gpu", [False, True], ids=["cpu", "like a gpu"])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_reuse_speculation_and_restarts_keep_every_word(
-    like_a_gpu: bool, played: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, like_a_gpu: bool, played: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns, chosen = [QUESTION, "Again, please: one two three four", "And again"], {"temperature": 0.8, "seed": 7}
-    with closing(played(monkeypatch, like_a_gpu, kv_sessions=0, speculation="off")) as plain:
+    played = partial(played, monkeypatch, like_a_gpu, name)
+    with closing(played(kv_sessions=0, speculation="off")) as plain:
         expected = converse(plain, "a", turns, **chosen)
         assert plain.info.backend == "torch"
         assert plain.info.computed_by.startswith("torch 2.")
-    with closing(played(monkeypatch, like_a_gpu, speculation="ngram", kv_folder=tmp_path)) as guessing:
+    with closing(played(speculation="ngram", kv_folder=tmp_path)) as guessing:
         assert converse(guessing, "a", turns, **chosen) == expected
-    with closing(played(monkeypatch, like_a_gpu, speculation="ngram", kv_folder=tmp_path)) as restarted:
+    with closing(played(speculation="ngram", kv_folder=tmp_path)) as restarted:
         assert restarted.info.kept_tokens
         messages = [Message(role="user", content=turns[0]), Message(role="assistant", content="", ids=expected[0])]
         messages.append(Message(role="user", content=turns[1]))

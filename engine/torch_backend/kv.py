@@ -1,7 +1,7 @@
 """Keys and values on a device: the blocks of `kv_cache.py` with the bytes of `kv_layout.py`, seen as tensors.
 
-On the CPU the pool's own memory is used. Elsewhere the device has the blocks, and a file reads and writes them through
-copies; a block is the same bytes either way.
+On the CPU the pool's own memory is used. Elsewhere the device has the blocks and the slots of running states, and a
+file reads and writes them through copies; a block is the same bytes either way.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.errors import OutOfMemoryError
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN, runs_of
-from engine.kv_cache import BLOCK_SIZE, KVPool
+from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
 
 
-class DevicePool(KVPool):
-    """A pool whose blocks are in a device's memory: `blocks` [num_blocks, block_bytes] u8. All of it is taken at once.
+class _OnDevice:
+    """A pool in a device's memory: `blocks` [num_blocks, block_bytes] u8. All of it is taken at once."""
 
-    Raises OutOfMemoryError.
-    """
-
-    def __init__(self, block_bytes: int, num_blocks: int, device: torch.device) -> None:
+    def _take(self, block_bytes: int, num_blocks: int, device: torch.device) -> None:
+        """Raises OutOfMemoryError."""
         try:
             self.blocks = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -37,10 +35,9 @@ class DevicePool(KVPool):
                 "a smaller context or fewer kept conversations"
             ) from error
         self._turn = threading.Lock()  # a file's blocks are read by several threads
-        super().__init__(block_bytes, num_blocks)
 
     def _map(self) -> NDArray[np.uint8]:
-        return np.empty((0, self.block_bytes), np.uint8)
+        return np.empty((0, self.blocks.shape[1]), np.uint8)
 
     def read(self, block: int) -> NDArray[np.uint8]:
         with self._turn:
@@ -58,15 +55,35 @@ class DevicePool(KVPool):
         self.blocks[target] = self.blocks[source]
 
 
+class DevicePool(_OnDevice, KVPool):
+    """Raises OutOfMemoryError."""
+
+    def __init__(self, block_bytes: int, num_blocks: int, device: torch.device) -> None:
+        self._take(block_bytes, num_blocks, device)
+        KVPool.__init__(self, block_bytes, num_blocks)
+
+
+class DeviceStatePool(_OnDevice, StatePool):
+    """Raises OutOfMemoryError."""
+
+    def __init__(self, state_bytes: int, num_slots: int, most_checkpoints: int, device: torch.device) -> None:
+        self._take(state_bytes, num_slots, device)
+        StatePool.__init__(self, state_bytes, num_slots, most_checkpoints)
+
+
+def memory_of(pool: KVPool) -> Tensor:
+    """[num_blocks, block_bytes] u8 where the device computes."""
+    return pool.blocks if isinstance(pool, _OnDevice) else torch.from_numpy(pool.memory)
+
+
 class KVStore:
-    """The numbers in a pool's blocks, layer by layer."""
+    """The numbers in a pool's blocks, layer with keys and values after layer."""
 
     def __init__(self, config: ModelConfig, kv_type: KVType, pool: KVPool) -> None:
         self._kv_type = kv_type
         self._dim = config.head_dim
         heads, dim = config.num_kv_heads, config.head_dim
-        memory = pool.blocks if isinstance(pool, DevicePool) else torch.from_numpy(pool.memory)
-        layers = memory.unflatten(-1, (config.num_layers, -1))
+        layers = memory_of(pool).unflatten(-1, (len(config.attention_layers), -1))
         dtype = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}[kv_type]
         runs = runs_of(dim) if kv_type == "q8_0" else 0
         size = heads * dim * BLOCK_SIZE * dtype.itemsize

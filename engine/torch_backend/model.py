@@ -21,13 +21,16 @@ from engine.api import KVType
 from engine.arch import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
-from engine.kv_cache import BLOCK_SIZE, KVPool
+from engine.kernels.rows import CLIP, CLIPPED_SLOPE
+from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
 from engine.kv_layout import KVLayout
 from engine.model import Batch
+from engine.torch_backend.delta import Recurrence, Run, StateStore, runs_of_tile
 from engine.torch_backend.device import Device
-from engine.torch_backend.kv import DevicePool, KVStore
+from engine.torch_backend.kv import DevicePool, DeviceStatePool, KVStore
 from engine.torch_backend.matrices import Form
-from engine.torch_backend.weights import FeedForward, Layer, Norm, TorchWeights
+from engine.torch_backend.parts import Norm
+from engine.torch_backend.weights import Attention, FeedForward, Layer, TorchWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class _Tile:
     """Where K and V go, of `count` rows."""
     slots: Tensor
     groups: tuple[_Group, ...]
+    runs: tuple[Run, ...]
+    """What running states do, if the model has such."""
 
 
 class TorchModel:
@@ -99,6 +104,7 @@ class TorchModel:
         }
         self._query_scales = torch.from_numpy(self.config.query_scales(self.max_positions)).to(device.torch)
         self._store: KVStore | None = None
+        self._states: StateStore | None = None
 
     @property
     def kernels(self) -> str:
@@ -114,14 +120,18 @@ class TorchModel:
         return self.kv_layout.block_bytes
 
     def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
-        assert not num_states, "models with running states are refused"
-        size, device = self.kv_block_bytes, self._device
+        size, device, sizes = self.kv_block_bytes, self._device, self.config.delta
         pool = DevicePool(size, num_blocks, device.torch) if device.own_memory else KVPool(size, num_blocks)
         self._store = KVStore(self.config, self.kv_type, pool)
+        if sizes is not None:
+            size, of_states = self.config.state_bytes, (num_states, num_checkpoints)
+            on_device = device.own_memory
+            pool.states = DeviceStatePool(size, *of_states, device.torch) if on_device else StatePool(size, *of_states)
+            self._states = StateStore(sizes, pool.states)
         return pool
 
     def close(self) -> None:
-        self._store = None
+        self._store = self._states = None
         del self._weights, self._rope, self._query_scales
         if self._device.torch.type == "cuda":
             torch.cuda.empty_cache()
@@ -172,6 +182,7 @@ class TorchModel:
             self._indices(blocks),
             self._indices(positions % BLOCK_SIZE),
             tuple(groups),
+            () if batch.states is None else runs_of_tile(batch.table_rows, batch.states, rows.start, rows.stop),
         )
 
     def _group(self, positions: NDArray[np.int64], table: NDArray[np.int32], first: int, last: int) -> _Group:
@@ -193,10 +204,11 @@ class TorchModel:
         x = w.embedding.rows(tile.ids) * c.embedding_factor
         for n, layer in enumerate(w.layers):
             taken = x if layer.attention_norm is None else layer.attention_norm(x)
-            q, k, v = self._heads(n, taken, tile.positions)
-            assert self._store is not None
-            self._store.store(n, tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
-            y = layer.output(self._attend(n, q, tile))
+            if isinstance(layer.mixer, Recurrence):
+                assert self._states is not None
+                y = layer.output(layer.mixer(taken, self._states, tile.runs))
+            else:
+                y = layer.output(self._attended(n, layer.mixer, taken, tile))
             x = x + (y if layer.post_attention_norm is None else layer.post_attention_norm(y))
             if not c.is_parallel:
                 taken = x if layer.ffn_norm is None else layer.ffn_norm(x)
@@ -209,11 +221,26 @@ class TorchModel:
         logits = w.head(w.output_norm(x))
         return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
 
-    def _heads(self, n: int, taken: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, H, D] f32 with the scale of scores in it, k and v [rows, G, D] f32."""
-        c, layer = self.config, self._weights.layers[n]
+    def _attended(self, n: int, layer: Attention, taken: Tensor, tile: _Tile) -> Tensor:
+        """[rows, H * D] f32 of what the layer takes [rows, hidden]; K and V are in the cache."""
+        c = self.config
         sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        sizes[0] *= 2 if c.arch.delta_layers else 1
         q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
+        gate = None
+        if c.arch.delta_layers:
+            q, gate = (y.flatten(1) for y in q.unflatten(-1, (c.num_heads, 2, c.head_dim)).unbind(2))
+        q, k, v = self._heads(n, layer, (q, k, v), tile.positions)
+        assert self._store is not None
+        self._store.store(layer.number, tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
+        seen = self._attend(n, layer, q, tile)
+        return seen if gate is None else seen * torch.sigmoid(gate)
+
+    def _heads(
+        self, n: int, layer: Attention, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, H, D] f32 with the scale of scores in it, k and v [rows, G, D] f32."""
+        c, (q, k, v) = self.config, qkv
         norms, late = (layer.q_norm, layer.k_norm), c.arch.late_head_norms
         q, k = (self._normed_heads(y, None if late else norm) for y, norm in zip((q, k), norms))
         if c.is_rotated(n):
@@ -230,20 +257,21 @@ class TorchModel:
         y = y.unflatten(-1, (-1, self.config.head_dim))
         return y if norm is None else norm(y)
 
-    def _attend(self, n: int, q: Tensor, tile: _Tile) -> Tensor:
+    def _attend(self, n: int, layer: Attention, q: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32."""
         c = self.config
         assert self._store is not None
         out = torch.zeros_like(q)
         for group in tile.groups:
-            keys, values = self._store.keys(n, group.blocks), self._store.values(n, group.blocks)
+            keys = self._store.keys(layer.number, group.blocks)
+            values = self._store.values(layer.number, group.blocks)
             hidden = group.hidden_in_window if c.is_local(n) else group.hidden
             some = q[group.index].unflatten(1, (c.num_kv_heads, -1)).transpose(0, 1)  # [G, Q, H / G, D]
             scores = torch.bmm(some.flatten(1, 2), keys).unflatten(1, some.shape[1:3])  # [G, Q, H / G, S]
             if c.attention_cap:
                 scores = c.attention_cap * torch.tanh(scores / c.attention_cap)
             assert hidden is not None
-            weights = torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1)
+            weights = _softmax(scores.masked_fill(hidden[:, None], -torch.inf), layer.sinks)
             seen = torch.bmm(weights.flatten(1, 2), values).unflatten(1, some.shape[1:3])
             seen = seen.transpose(0, 1).flatten(1, 2)  # [Q, H, D]
             out[group.first : group.last] = seen[: group.last - group.first]
@@ -264,7 +292,11 @@ class TorchModel:
         arch = self.config.arch
         inner = torch.cat([matrix(taken, expert) for matrix in part.gate_up], -1)
         gate, up = inner.chunk(2, -1) if arch.gated else (inner, None)
-        if arch.activation == "gelu":
+        if arch.activation == "clipped":
+            assert up is not None
+            gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP) + 1
+            inner = gate * torch.sigmoid(gate * CLIPPED_SLOPE)
+        elif arch.activation == "gelu":
             inner = torch.nn.functional.gelu(gate, approximate="tanh")
         else:
             inner = torch.nn.functional.silu(gate) if arch.activation == "silu" else torch.relu(gate).square()
@@ -278,7 +310,7 @@ class TorchModel:
         e = self.config.experts
         assert e is not None
         assert layer.router is not None
-        logits = layer.router.times(taken)
+        logits = layer.router(taken)
         # Stable: of equal ones the lower number.
         experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
         shares = torch.exp(logits - logits.gather(-1, experts[:, :1]))
@@ -287,6 +319,14 @@ class TorchModel:
         for expert in experts.unique().tolist():
             x = x + self._branch(part, taken, expert) * weights[:, expert, None]
         return x
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of scores [G, Q, H / G, S]; sinks [H]: one score more for each head, whose share goes nowhere."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    more = sinks.view(len(scores), 1, -1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, neox: bool) -> Tensor:

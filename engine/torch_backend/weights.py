@@ -13,10 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.arch import ModelConfig
+from engine.arch import DeltaSizes, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
+from engine.kernels.plan import TAPS
+from engine.torch_backend.delta import Recurrence
 from engine.torch_backend.matrices import DeviceMatrix, Form
+from engine.torch_backend.parts import Linear, Norm
 from engine.weights import load_vector
 
 _KNOWN_FACTS: Final = frozenset(
@@ -24,7 +27,8 @@ _KNOWN_FACTS: Final = frozenset(
         "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
         "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
         "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
-        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert",
+        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert", "sinks",
+        "delta_layers", "interleaved_deltas",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -33,45 +37,18 @@ _KNOWN_SIZES: Final = frozenset(
         "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "experts",
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors",
-        "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel",
+        "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
+        "num_spare_layers",
     )
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
 _KNOWN_WORDS: Final = {
-    "activation": ("silu", "gelu", "relu2"),
+    "activation": ("silu", "gelu", "relu2", "clipped"),
     "norm": ("rms", "centred"),
     "experts": ("no", "maybe", "yes"),
     "shared_expert": ("no", "maybe", "gated"),
 }
 """Of the facts that are words, those that are obeyed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """x / rms(x) * weight; centred: of x less its mean, and the bias is added."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    centred: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.centred:
-            x = x - x.mean(-1, keepdim=True)
-        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        return scaled if self.bias is None else scaled + self.bias
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A matrix, or one for each expert, and the bias, if it has one."""
-
-    matrix: DeviceMatrix
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, expert: int = 0) -> Tensor:
-        y = self.matrix.times(x, expert)
-        return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +61,32 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """What a layer with keys and values has of its own."""
+
+    number: int
+    """Among those layers."""
+    qkv: tuple[Linear, ...]
+    """Of q, k and v, or one for all. Where other layers have a running state, each head of q is followed by a gate."""
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: Tensor | None
+    """A score more for each head [H]."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What one layer computes with; None where it has no such part."""
 
     attention_norm: Norm | None
-    qkv: tuple[Linear, ...]
-    """Of q, k and v, or one for all."""
-    q_norm: Norm | None
-    k_norm: Norm | None
+    mixer: Attention | Recurrence
+    """Where a row learns of those before it."""
     output: Linear
     post_attention_norm: Norm | None
     ffn_norm: Norm | None
     dense: FeedForward | None
     experts: FeedForward | None
-    router: DeviceMatrix | None
+    router: Linear | None
     shared_gate: DeviceMatrix | None
     post_ffw_norm: Norm | None
 
@@ -145,12 +134,15 @@ class TorchWeights:
         self.output_norm = self._norm("output_norm", factor=config.logit_factor)
         tied = "output.weight" not in gguf.tensors
         head = self.embedding if tied else self._matrix("output", config.vocab_size, hidden)
-        self.head = Linear(head, self._bias("output", config.vocab_size))
+        bias = self._bias("output", config.vocab_size)
+        self.head = Linear(head, None if bias is None else bias[None])
         self._check_all_is_read()
 
     def _check_all_is_read(self) -> None:
+        c = self._config
+        spare = tuple(f"blk.{c.num_layers + n}." for n in range(c.num_spare_layers))  # for guesses; they are not run
         for name in self._gguf.tensors:
-            if name not in self._read:
+            if name not in self._read and not name.startswith(spare):
                 shown = "".join(x for x in name if x.isprintable())[:64]
                 raise UnsupportedModelError(
                     f"{self._gguf.path.name}: the torch backend does not know tensor {shown} of "
@@ -182,11 +174,13 @@ class TorchWeights:
         self._read.add(name)
         return torch.from_numpy(load_vector(self._gguf, name, *shape)).reshape(shape).to(self._device)
 
-    def _bias(self, name: str, size: int) -> Tensor | None:
-        return self._vector(f"{name}.bias", size) if self._has(f"{name}.bias") else None
+    def _bias(self, name: str, *shape: int) -> Tensor | None:
+        return self._vector(f"{name}.bias", *shape) if self._has(f"{name}.bias") else None
 
-    def _linear(self, name: str, rows: int, columns: int, experts: int = 0) -> Linear:
-        return Linear(self._matrix(name, rows, columns, experts), None if experts else self._bias(name, rows))
+    def _linear(self, name: str, rows: int, columns: int, experts: int = 0, form: Form | None = None) -> Linear:
+        bias = self._bias(name, *((experts, rows) if experts else (rows,)))
+        matrix = self._matrix(name, rows, columns, experts, form)
+        return Linear(matrix, None if bias is None else bias.view(-1, rows))
 
     def _norm(self, name: str, factor: float = 1.0) -> Norm:
         size, centred = self._config.hidden_size, self._config.arch.norm == "centred"
@@ -214,24 +208,55 @@ class TorchWeights:
     # ------------------------------------------------------------------ layers
     def _layer(self, n: int) -> Layer:
         c, arch, block = self._config, self._config.arch, f"blk.{n}"
-        hidden, dim = c.hidden_size, c.head_dim
-        sizes = {"attn_q": c.num_heads * dim, "attn_k": c.num_kv_heads * dim, "attn_v": c.num_kv_heads * dim}
-        qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
-        e = c.experts
+        hidden, e = c.hidden_size, c.experts
+        if c.delta is not None and c.is_delta(n):
+            mixer: Attention | Recurrence = self._recurrence(n, c.delta)
+            output = self._linear(f"{block}.ssm_out", hidden, c.delta.values)
+        else:
+            mixer = self._attention(n)
+            output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.head_dim)
         return Layer(
             self._norm(f"{block}.attn_norm") if arch.pre_norms else None,
-            tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), hidden) for name in qkv),
-            self._head_norm(f"{block}.attn_q", c.num_heads),
-            self._head_norm(f"{block}.attn_k", c.num_kv_heads),
-            self._linear(f"{block}.attn_output", hidden, sizes["attn_q"]),
+            mixer,
+            output,
             self._post_norm(f"{block}.post_attention_norm"),
             self._norm(f"{block}.{arch.ffn_norm}") if arch.pre_norms and not c.is_parallel else None,
             self._feed_forward(block, "_shexp" if e else "", c.ffn_size) if c.ffn_size else None,
             self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
             # Which experts are chosen hangs on little: exact, whatever the others are.
-            self._matrix(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
+            self._linear(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
             self._matrix(f"{block}.ffn_gate_inp_shexp", 1, hidden, form="f32") if c.has_shared_gate else None,
             self._post_norm(f"{block}.post_ffw_norm"),
+        )
+
+    def _attention(self, n: int) -> Attention:
+        c, block = self._config, f"blk.{n}"
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        sizes = {"attn_q": queries * (2 if c.arch.delta_layers else 1), "attn_k": keys, "attn_v": keys}
+        qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
+        return Attention(
+            c.attention_layers.index(n),
+            tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), c.hidden_size) for name in qkv),
+            self._head_norm(f"{block}.attn_q", c.num_heads),
+            self._head_norm(f"{block}.attn_k", c.num_kv_heads),
+            self._vector(f"{block}.attn_sinks.weight", c.num_heads) if c.arch.sinks else None,
+        )
+
+    def _recurrence(self, n: int, sizes: DeltaSizes) -> Recurrence:
+        c, block, heads = self._config, f"blk.{n}", sizes.num_value_heads
+        factors = {"ba": 2 * heads} if c.arch.interleaved_deltas else {"beta": heads, "alpha": heads}
+        return Recurrence(
+            sizes,
+            sorted(sizes.layers).index(n),
+            c.arch.interleaved_deltas,
+            self._linear(f"{block}.attn_qkv", sizes.channels, c.hidden_size),
+            self._linear(f"{block}.attn_gate", sizes.values, c.hidden_size),
+            # What they say adds up from token to token: exact, whatever the others are.
+            tuple(self._linear(f"{block}.ssm_{x}", rows, c.hidden_size, form="f32") for x, rows in factors.items()),
+            self._vector(f"{block}.ssm_conv1d.weight", sizes.channels, TAPS).T.contiguous(),
+            self._vector(f"{block}.ssm_dt.bias", heads),
+            self._vector(f"{block}.ssm_a", heads),
+            Norm(self._vector(f"{block}.ssm_norm.weight", sizes.head_dim), None, c.norm_eps, centred=False),
         )
 
     def _feed_forward(self, block: str, suffix: str, size: int, experts: int = 0) -> FeedForward:

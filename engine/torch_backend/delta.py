@@ -1,0 +1,142 @@
+"""Layers with a running state in torch: the gated delta rule (`kernels/delta.py`), over slots on the device.
+
+What a row's own numbers give is computed for a whole tile, in one shape. The state takes rows one by one, in order and
+in one shape too, so that its bits do not depend on how a text was cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.arch import DeltaSizes
+from engine.kernels.plan import DELTA_COLUMNS, TAPS
+from engine.kv_cache import StatePool
+from engine.torch_backend.kv import memory_of
+from engine.torch_backend.parts import Linear, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows first .. last - 1 of a tile, which may be none, take the state of slot `source` along and leave it in
+    `target`."""
+
+    source: int
+    target: int
+    first: int
+    last: int
+
+
+def runs_of_tile(tables: NDArray[np.integer], states: NDArray[np.integer], first: int, last: int) -> tuple[Run, ...]:
+    """Of rows first .. last - 1 of a step whose rows have these tables [T], with `Batch.states` [C, S, 2]."""
+    runs = []
+    for table in dict.fromkeys(tables[first:last].tolist()):
+        rows = np.flatnonzero(tables == table)
+        begin, end = int(rows[0]), int(rows[-1]) + 1
+        source, start = int(states[table, 0, 0]), begin
+        for slot, length in states[table].tolist():
+            stop = min(begin + length, end)
+            a, b = max(start, first), min(stop, last)
+            # A segment begins with a copy even where it has no rows; the last one is repeated, and that is none.
+            if a < b or first <= start == stop < min(last, end):
+                runs.append(Run(source if a == start else slot, slot, a - first, b - first))
+            source, start = slot, stop
+    return tuple(runs)
+
+
+class StateStore:
+    """The numbers in a pool's slots, layer by layer (`model_twin._recalled` says how they lie)."""
+
+    def __init__(self, sizes: DeltaSizes, pool: StatePool) -> None:
+        layers = memory_of(pool).view(torch.float32).unflatten(-1, (len(sizes.layers), -1))
+        split, strips = (TAPS - 1) * sizes.channels, sizes.head_dim // DELTA_COLUMNS
+        self.seen = layers[..., :split].unflatten(-1, (TAPS - 1, sizes.channels))
+        """[slots, layers, TAPS - 1, channels]: the last rows before the convolution."""
+        self.matrices = layers[..., split:].unflatten(
+            -1, (sizes.num_value_heads, strips, sizes.head_dim, DELTA_COLUMNS)
+        )
+        """[slots, layers, heads, strips, keys, DELTA_COLUMNS]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The weights of one layer, but for the matrix behind it."""
+
+    sizes: DeltaSizes
+    number: int
+    """Among the layers with a running state."""
+    interleaved: bool
+    """`ArchSpec.interleaved_deltas`."""
+    mixed: Linear
+    """Of queries, keys and values."""
+    gate: Linear
+    factors: tuple[Linear, ...]
+    """Of beta and decay, or one for both."""
+    taps: Tensor
+    """[TAPS, channels]."""
+    bias: Tensor
+    rate: Tensor
+    """Of the decay of each value head, as the bias."""
+    norm: Norm
+
+    def __call__(self, taken: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
+        """[rows, values] f32 of what the layer takes [rows, hidden]; the states of the runs' slots go on."""
+        sizes, rows = self.sizes, len(taken)
+        beta, decay = self._factors(taken)
+        x = torch.nn.functional.silu(self._convolved(self.mixed(taken), store, runs))
+        q, k, v = x.split([sizes.keys, sizes.keys, sizes.values], -1)
+        q, k = (self._spread(_unit(y.unflatten(-1, (-1, sizes.head_dim)), self.norm.eps)) for y in (q, k))
+        q = q * sizes.head_dim**-0.5
+        out = torch.zeros_like(v).view(rows, sizes.num_value_heads, -1, DELTA_COLUMNS)
+        # Each row as the state has it: [heads, strips, keys, columns].
+        parts = [q[:, :, None, :, None], k[:, :, None, :, None], v.reshape(out.shape)]
+        factors = [y[:, :, None, None] for y in (beta, decay)]
+        for run in runs:
+            state = store.matrices[run.source, self.number]
+            for row in range(run.first, run.last):
+                (q1, k1, v1), (beta1, decay1) = (y[row] for y in parts), (y[row] for y in factors)
+                change = beta1 * (v1 - decay1 * (state * k1).sum(-2))
+                state = state * decay1[..., None] + k1 * change[..., None, :]
+                out[row] = (state * q1).sum(-2)
+            store.matrices[run.target, self.number] = state
+        y = out.view(rows, sizes.num_value_heads, sizes.head_dim)
+        gate = self.gate(taken).view(y.shape)
+        return (self.norm(y) * torch.nn.functional.silu(gate)).flatten(1)
+
+    def _factors(self, taken: Tensor) -> tuple[Tensor, Tensor]:
+        """beta and decay [rows, heads] f32."""
+        if self.interleaved:
+            both = self.factors[0](taken).unflatten(-1, (self.sizes.num_key_heads, 2, -1))
+            beta, decay = (both[:, :, i].flatten(1) for i in range(2))
+        else:
+            beta, decay = (matrix(taken) for matrix in self.factors)
+        x = decay + self.bias
+        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+        return torch.sigmoid(beta), torch.exp(self.rate * softplus)
+
+    def _convolved(self, x: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
+        """[rows, channels] of x before them; the slots have the last rows of x."""
+        out = torch.zeros_like(x)
+        for run in runs:
+            rows = torch.cat([store.seen[run.source, self.number], x[run.first : run.last]])
+            count = run.last - run.first
+            store.seen[run.target, self.number] = rows[count:]
+            total = self.taps[0] * rows[:count]
+            for j in range(1, TAPS):
+                total = total + self.taps[j] * rows[j : j + count]
+            out[run.first : run.last] = total
+        return out
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """[rows, value heads, D] of key heads [rows, key heads, D]."""
+        shared = self.sizes.num_value_heads // self.sizes.num_key_heads
+        return x.repeat_interleave(shared, 1) if self.interleaved else x.repeat(1, shared, 1)
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
