@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import OutOfMemoryError, UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_cache import KVPool

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.kernels.attention import BLOCK, PART, STATE
 from engine.kernels.plan import GATED_ROWS, QUERY_TILE, SPLIT_ROWS
 from engine.weights import zeroed

@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.arch import ModelConfig
 from engine.backend import Backend, StepModel
+from engine.config import ModelConfig
 from engine.errors import UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_cache import BLOCK_SIZE, CacheFullError

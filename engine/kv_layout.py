@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 

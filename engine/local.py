@@ -28,10 +28,10 @@ from engine.api import (
     TextDelta,
     ToolChoice,
 )
-from engine.arch import ModelConfig
 from engine.backend import Backend, CpuBackend, StepModel, open_backend
 from engine.buffers import MAX_WANTED
 from engine.chat_template import ChatTemplate
+from engine.config import ModelConfig
 from engine.cpu import MAX_THREADS
 from engine.draft_model import DraftModel, check_vocabulary
 from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError

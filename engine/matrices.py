@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.arch import DeltaSizes, ModelConfig
+from engine.config import DeltaSizes, ModelConfig
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.weights import Matrix

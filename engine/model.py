@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import ModelConfig
 from engine.buffers import MAX_WANTED, Buffers
+from engine.config import ModelConfig
 from engine.cpu import usable_threads
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
@@ -152,7 +152,7 @@ class Model:
 
     def _load_kernels(self) -> None:
         def core() -> str:
-            from engine.kernels.walk import module_text  # Numba is only needed to compile
+            from engine.kernels.walk.step import module_text  # Numba is only needed to compile
 
             return module_text(self._compiled.target)
 

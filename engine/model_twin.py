@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.arch import DeltaSizes, Experts, ModelConfig
+from engine.config import DeltaSizes, Experts, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
 from engine.kernels.plan import DELTA_COLUMNS, TAPS

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.arch import DeltaSizes
 from engine.buffers import LINE
+from engine.config import DeltaSizes
 from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import STATE

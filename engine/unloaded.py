@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from engine.api import KVType, Prospect, Request
-from engine.arch import ModelConfig
 from engine.chat_template import ChatTemplate
+from engine.config import ModelConfig
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kept_files import kept_start
 from engine.kv_layout import Identity

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.api import Engine, Message, Reply, Request, SamplingParams
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import OutOfMemoryError, UsageError
 from engine.gguf_file import GGUFFile, open_gguf
 from goinfer_chat.bench.asking import ask, tokens_of

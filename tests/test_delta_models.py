@@ -12,7 +12,7 @@ from test_forward import running, tokens
 from test_running_state import SIZES
 from tiny_models import write_tiny_model
 
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import open_gguf
 from engine.model import Model

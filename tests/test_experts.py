@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 import engine
 from engine import model_twin
 from engine.api import SamplingParams
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import open_gguf
 from engine.model import Model

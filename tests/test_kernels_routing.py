@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_calls import TARGETS, assert_same_bits, kernels
 
-from engine.arch import MAX_EXPERTS
+from engine.config_reader import MAX_EXPERTS
 from engine.kernels import twins
 from engine.kernels.routing import MOST_EXPERTS
 

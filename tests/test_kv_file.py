@@ -25,7 +25,7 @@ from tiny_models import write_tiny_model
 
 from engine import kv_file
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
 from engine.kv_file import RESERVE_BYTES, Identity, KVFile, KVFileError, KVFileLockedError, KVLayout

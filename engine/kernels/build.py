@@ -36,7 +36,7 @@ def _source_digest() -> str:
     """Hash of the sources of this package and of what it imports from the engine, and of the compilers' versions."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), here.parent / "quant.py"]):
+    for path in sorted([*here.rglob("*.py"), here.parent / "quant.py"]):
         if path.name == "twins.py":  # never compiled
             continue
         digest.update(path.name.encode() + path.read_bytes())

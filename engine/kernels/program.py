@@ -1,4 +1,4 @@
-"""A forward step as data: a list of operations that one compiled loop walks (`walk.py`).
+"""A forward step as data: a list of operations that one compiled loop walks (`walk/step.py`).
 
 The model builds the list once from its architecture (`engine/operations.py`); what changes from step to step (rows,
 positions, block tables) lies in the `CONTEXT` and in the arrays it points to. Adding an architecture means another

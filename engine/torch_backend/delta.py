@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.arch import DeltaSizes
+from engine.config import DeltaSizes
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
 from engine.kv_cache import StatePool
 from engine.torch_backend.kv import memory_of

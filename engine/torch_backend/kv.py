@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.errors import OutOfMemoryError
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN, runs_of
 from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
 from engine.kernels.rows import CLIP, CLIPPED_SLOPE

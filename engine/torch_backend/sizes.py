@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.api import KVType
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kv_layout import KVLayout
 from engine.torch_backend.matrices import Form

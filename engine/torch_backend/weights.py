@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.arch import DeltaSizes, ModelConfig
+from engine.config import DeltaSizes, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.plan import TAPS

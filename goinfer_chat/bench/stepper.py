@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from engine.arch import ModelConfig
 from engine.buffers import MAX_WANTED
+from engine.config import ModelConfig
 from engine.errors import UsageError
 from engine.generate import Rows
 from engine.gguf_file import open_gguf

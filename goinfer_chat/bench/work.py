@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.arch import ModelConfig
+from engine.config import ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.quant import TensorType
 

@@ -41,8 +41,8 @@ def architectures() -> list[Architecture]:
 def lists() -> dict[str, list[str]]:
     """What holds for all architectures, by what it is."""
     from engine.api import KVType
-    from engine.arch import ROPE_KINDS
     from engine.bpe import PRE_TOKENIZERS
+    from engine.config_reader import ROPE_KINDS
     from engine.kernels.formats import FORMATS
 
     return {

@@ -1,0 +1,174 @@
+"""A model's sizes and settings, as its file gives them (`config_reader.py`) for its architecture (`arch.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.arch import ArchSpec
+from engine.gguf_file import GGUFFile
+from engine.kernels.plan import TAPS
+from engine.rope import cos_sin, frequencies, temperatures, yarn_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts: of many feed-forward layers, each row passes the few that its router chooses."""
+
+    count: int
+    chosen: int
+    """Experts that a row passes."""
+    ffn_size: int
+    scale: float
+    """What the weights of the chosen ones are multiplied with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSizes:
+    """Of the layers with a running state (Gated DeltaNet)."""
+
+    layers: frozenset[int]
+    """Which they are."""
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    """Of a key and of a value."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.num_key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the state of a layer, f32: what the convolution saw last, and a matrix for each value head."""
+        return 4 * ((TAPS - 1) * self.channels + self.values * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A model's sizes, checked against each other and against the tensors."""
+
+    name: str
+    arch: ArchSpec
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    """Of a layer without experts, or of an expert that every row passes; 0: there is neither."""
+    experts: Experts | None
+    vocab_size: int
+    train_context_size: int
+    norm_eps: float
+    """Of the residual stream as the engine keeps it: see `embedding_factor`."""
+    embedding_factor: float
+    """What embeddings are multiplied with. Where a model multiplies each branch with r before it is added (Granite),
+    the stream is kept divided by r: this factor is, and `norm_eps` is divided by r^2, which changes nothing else."""
+    attention_scale: float
+    """What scores are multiplied with."""
+    attention_cap: float
+    """Scores x become cap * tanh(x / cap); 0: they stay."""
+    logit_factor: float
+    """What logits are multiplied with: the last norm's weights are."""
+    logit_cap: float
+    """Logits x become cap * tanh(x / cap); 0: they stay."""
+    rope_base: float
+    rope_dim: int
+    """Leading values of a head that are rotated."""
+    rope_scale: float
+    """Linear scaling: positions are divided by it."""
+    rope_factors: tuple[float, ...]
+    """Llama 3 and Phi 3: each frequency is divided by its factor. Empty: none."""
+    rope_long_factors: tuple[float, ...]
+    """Phi 3: the factors for contexts larger than `rope_context`. Empty: the same for all."""
+    rope_context: int
+    """Positions that the model was trained with before its context was extended."""
+    yarn: tuple[float, float] | None
+    """YaRN: the two betas between which scaling fades in (Peng et al. 2023, section 3.2). None: all are scaled."""
+    score_growth: float
+    """Scores are multiplied with `rope.temperatures` of this; 0: they stay."""
+    rope_magnitude: float
+    """What cosines and sines are multiplied with."""
+    window: int
+    """Positions a row of a local layer sees, itself included; 0: no local layers."""
+    local: tuple[bool, ...]
+    """Which layers see a window only."""
+    is_parallel: bool
+    """The feed-forward layer takes what attention takes."""
+    delta: DeltaSizes | None = None
+    num_spare_layers: int = 0
+    """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""
+
+    @property
+    def architecture(self) -> str:
+        return self.arch.name
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the shared expert has a factor of its own for each row."""
+        return self.arch.shared_expert == "gated" and self.ffn_size > 0
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Those that have keys and values."""
+        return tuple(n for n in range(self.num_layers) if not self.is_delta(n))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the running state of a conversation; 0: there is none."""
+        return len(self.delta.layers) * self.delta.layer_bytes if self.delta else 0
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether this layer has a running state instead of keys and values."""
+        return self.delta is not None and layer in self.delta.layers
+
+    def is_local(self, layer: int) -> bool:
+        """Whether this layer sees a window only."""
+        return self.local[layer]
+
+    def is_rotated(self, layer: int) -> bool:
+        """Whether this layer has a rotary embedding."""
+        every = self.arch.unrotated_layers
+        if self.arch.local_rotation and self.window:
+            return self.is_local(layer)
+        return not every or (layer + 1) % every != 0
+
+    def for_context(self, num_positions: int) -> ModelConfig:
+        """What a model does that is loaded for a context of this size: Phi 3 has two sets of RoPE factors."""
+        if self.rope_long_factors and num_positions > self.rope_context:
+            return replace(self, rope_factors=self.rope_long_factors)
+        return self
+
+    def rope_tables(self, num_positions: int, local: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, rope_dim / 2] f32 by which a local layer, or another, rotates pairs."""
+        base = (self.arch.local_rope_base if local else None) or self.rope_base
+        if local and not self.arch.local_rope_scaling:
+            return cos_sin(num_positions, frequencies(base, self.rope_dim, factors=self.rope_factors))
+        scaled = yarn_shares(base, self.rope_dim, self.rope_context, *self.yarn) if self.yarn else None
+        per_position = frequencies(base, self.rope_dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
+        return cos_sin(num_positions, per_position, self.rope_magnitude)
+
+    def query_scales(self, num_positions: int) -> NDArray[np.float32]:
+        """What a query at each position is multiplied with [positions] f32."""
+        grown = temperatures(num_positions, self.rope_context, self.score_growth)
+        return grown * np.float32(self.attention_scale)
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:
+        """Read and check the configuration. Raises UnsupportedModelError or ModelFileError."""
+        from engine.config_reader import ConfigReader  # which makes these
+
+        return ConfigReader(gguf).config()

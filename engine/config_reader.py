@@ -1,0 +1,320 @@
+"""A model's configuration read from the metadata of a GGUF file, and checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine.arch import ARCHITECTURES, NOT_YET
+from engine.config import DeltaSizes, Experts, ModelConfig
+from engine.errors import ModelFileError, UnsupportedModelError
+from engine.gguf_file import GGUFFile
+from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
+from engine.quant import dequantize
+from engine.rope import yarn_magnitude
+
+ROPE_KINDS = ("none", "linear", "yarn", "longrope")
+
+MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT, MAX_EXPERTS = 1024, 1 << 20, 1 << 27, 1024
+"""Bounds that no model comes near: a file beyond them is damaged."""
+
+
+class ConfigReader:
+    """Metadata under the architecture's prefix, with errors that name the file and the key."""
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.gguf = gguf
+        self.file = gguf.path.name
+        name = gguf.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelFileError(f"{self.file}: general.architecture is missing, so this is not a language model")
+        if name not in ARCHITECTURES:
+            shown = "".join(c for c in name if c.isprintable())[:64]
+            why = f" ({NOT_YET[name]})" if name in NOT_YET else ""
+            raise UnsupportedModelError(
+                f"{self.file}: architecture {shown} is not supported{why}; "
+                f"goinfer-chat models --supported lists the {len(ARCHITECTURES)} that are"
+            )
+        self.arch = ARCHITECTURES[name]
+
+    def _value(self, key: str) -> Any:
+        return self.gguf.metadata.get(f"{self.arch.name}.{key}")
+
+    def _bad(self, key: str, why: str) -> ModelFileError:
+        return ModelFileError(f"{self.file}: {self.arch.name}.{key} {why}")
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int) -> int:
+        value = self._value(key)
+        if value is None:
+            if default is None:
+                raise self._bad(key, "is missing")
+            return default
+        if isinstance(value, (np.ndarray, list)):
+            # One entry for each layer: the same in all of them for every architecture here.
+            if len(value) == 0 or any(v != value[0] for v in value):
+                raise UnsupportedModelError(f"{self.file}: {self.arch.name}.{key} differs from layer to layer")
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise self._bad(key, "is not a whole number")
+        if not least <= value <= most:
+            raise self._bad(key, f"is {value}, which is not between {least} and {most}")
+        return int(value)
+
+    def number(self, key: str, default: float | None, *, least: float, most: float) -> float:
+        value = self._value(key)
+        if value is None:
+            if default is None:
+                raise self._bad(key, "is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._bad(key, "is not a number")
+        if not least <= value <= most:  # also false for NaN
+            raise self._bad(key, f"is {value}, which is not between {least} and {most}")
+        return float(value)
+
+    def config(self) -> ModelConfig:
+        spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if self.arch.delta_layers else 0
+        layers = self.integer("block_count", least=spare + 1, most=MAX_LAYERS) - spare
+        hidden = self.integer("embedding_length", most=MAX_WIDTH)
+        heads = self.integer("attention.head_count", most=MAX_WIDTH)
+        kv_heads = self.integer("attention.head_count_kv", heads, most=MAX_WIDTH)
+        head_dim = self.integer("attention.key_length", hidden // heads, most=MAX_WIDTH)
+        value_dim = self.integer("attention.value_length", head_dim, most=MAX_WIDTH)
+        ffn, experts = self._feed_forward()
+        rope_dim = self.integer("rope.dimension_count", head_dim, most=head_dim)
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
+        self._check_sections()
+        ffn_sizes = (ffn, experts.ffn_size) if experts else (ffn,)
+        self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn_sizes, rope_dim)
+        name = self.gguf.metadata.get("general.name")
+        context = self.integer("context_length", 2048, most=MAX_CONTEXT)
+        scale = self._rope_scale()
+        window = 0
+        if self.arch.local_layers:
+            window = self.integer("attention.sliding_window", self.arch.window, least=0, most=MAX_CONTEXT)
+        return ModelConfig(
+            # One line, whatever the file says: it stands in lines of figures.
+            name=(" ".join(name.split()) if isinstance(name, str) else "") or self.gguf.path.stem,
+            arch=self.arch,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn_size=ffn,
+            experts=experts,
+            vocab_size=embedding.shape[0],
+            train_context_size=context,
+            **self._scales(layers, hidden, heads, head_dim),
+            rope_base=self.number("rope.freq_base", 10000.0, least=1.0, most=1e12),
+            rope_dim=rope_dim,
+            rope_scale=scale,
+            rope_factors=self._rope_factors(rope_dim, "rope_freqs", "rope_factors_short"),
+            rope_long_factors=self._rope_factors(rope_dim, "rope_factors_long"),
+            rope_context=self.integer("rope.scaling.original_context_length", context, most=MAX_CONTEXT),
+            yarn=self._yarn(),
+            score_growth=self._score_growth(),
+            rope_magnitude=self._rope_magnitude(scale),
+            window=window,
+            local=self._local(layers) if window else (False,) * layers,
+            is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
+            delta=self._delta(layers) if self.arch.delta_layers else None,
+            num_spare_layers=spare,
+        )
+
+    def _feed_forward(self) -> tuple[int, Experts | None]:
+        """The size of what every row passes, or 0, and the experts."""
+        arch = self.arch
+        least = 1 if arch.experts == "yes" else 0
+        count = self.integer("expert_count", None if least else 0, least=least, most=MAX_EXPERTS)
+        if count and arch.experts == "no":
+            raise UnsupportedModelError(f"{self.file}: {arch.name} with experts is not supported")
+        if not count:
+            return self.integer("feed_forward_length", most=MAX_WIDTH), None
+        size = self.integer("expert_feed_forward_length", 0, least=0, most=MAX_WIDTH)
+        # A file in which all layers have experts may leave out the size of a layer that has none.
+        common = self.integer("feed_forward_length", size or None, most=MAX_WIDTH)
+        shared = 0
+        if arch.shared_expert != "no":
+            default = common if arch.shared_expert == "gated" else 0
+            shared = self.integer("expert_shared_feed_forward_length", default, least=0, most=MAX_WIDTH)
+        return shared, Experts(
+            count=count,
+            chosen=self.integer("expert_used_count", most=count),
+            ffn_size=size or common,
+            scale=self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0,
+        )
+
+    def _delta(self, layers: int) -> DeltaSizes:
+        """Of the layers with a running state: which they are, and their sizes."""
+        marks = self._value("attention.recurrent_layers")
+        if marks is None:
+            every = self.integer("full_attention_interval", 4, most=MAX_LAYERS)
+            marks = [(n + 1) % every != 0 for n in range(layers)]
+        if not isinstance(marks, (list, np.ndarray)) or len(marks) < layers:
+            raise self._bad("attention.recurrent_layers", f"must say of {layers} layers whether they are")
+        sizes = DeltaSizes(
+            layers=frozenset(n for n in range(layers) if marks[n]),
+            num_key_heads=self.integer("ssm.group_count", most=MAX_WIDTH),
+            num_value_heads=self.integer("ssm.time_step_rank", most=MAX_WIDTH),
+            head_dim=self.integer("ssm.state_size", most=MAX_WIDTH),
+        )
+        taps, inner = self.integer("ssm.conv_kernel", most=MAX_WIDTH), self.integer("ssm.inner_size", most=MAX_WIDTH)
+        if inner != sizes.values or sizes.num_value_heads % sizes.num_key_heads:
+            raise ModelFileError(
+                f"{self.file}: {sizes.num_key_heads} key heads and {sizes.num_value_heads} value heads of "
+                f"{sizes.head_dim} do not make layers of {inner}"
+            )
+        unsupported = ""
+        if not self._rotates_all_pairs():
+            unsupported = "pairs of a head that have no position in a text"
+        elif taps != TAPS:
+            unsupported = f"a convolution over {taps} tokens (only {TAPS})"
+        elif sizes.head_dim % DELTA_COLUMNS or sizes.head_dim > 1024:
+            unsupported = f"a state of {sizes.head_dim} numbers in a row (multiples of {DELTA_COLUMNS} up to 1024)"
+        elif not sizes.layers or len(sizes.layers) == layers:
+            unsupported = "layers of one kind only (some with a running state, some with attention)"
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+        return sizes
+
+    def _check_sizes(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        ffn_sizes: tuple[int, ...],
+        rope_dim: int,
+    ) -> None:
+        if heads % kv_heads:
+            raise ModelFileError(f"{self.file}: {heads} query heads cannot share {kv_heads} KV heads evenly")
+        unsupported = ""
+        if head_dim != value_dim:
+            unsupported = f"keys of {head_dim} and values of {value_dim}"
+        elif not head_dim or head_dim % 16 or head_dim > 512 or rope_dim % 2:
+            unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512, and 2)"
+        elif heads // kv_heads > QUERY_TILE:
+            unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
+        elif any(size % 32 for size in (hidden, heads * head_dim, *ffn_sizes)):
+            sizes = ", ".join(map(str, (hidden, heads * head_dim, *ffn_sizes)))
+            unsupported = f"layer sizes {sizes} (multiples of 32)"
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+
+    def _rotates_all_pairs(self) -> bool:
+        """Whether a text's positions reach every rotated pair where pairs have those in an image too (IM-RoPE)."""
+        sections = self._value("rope.dimension_sections")
+        if sections is None:
+            return True
+        if not isinstance(sections, (list, np.ndarray)):
+            raise self._bad("rope.dimension_sections", "is not a list")
+        pairs = self.integer("rope.dimension_count", 0, least=0, most=MAX_WIDTH) // 2
+        return len(sections) >= 3 and all(n < 3 * sections[n % 3] for n in range(pairs))
+
+    def _scales(self, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, float]:
+        """The factors and caps of a ModelConfig by name."""
+        arch = self.arch
+
+        def factor(key: str, default: float) -> float:
+            """0 in a file means that there is none."""
+            given = self.number(key, 0.0, least=0.0, most=1e6)
+            return self.number(key, default, least=1e-6, most=1e6) if given else default
+
+        def cap(key: str, default: float) -> float:
+            return self.number(key, default, least=1e-3, most=1e6) if arch.soft_caps else 0.0
+
+        wide = arch.wide_scale_layers == layers
+        eps = "attention.layer_norm_rms_epsilon" if arch.norm == "rms" else "attention.layer_norm_epsilon"
+        branch = factor("residual_scale", 1.0) if arch.file_scales else 1.0
+        embedding = factor("embedding_scale", 1.0) if arch.file_scales else 1.0
+        scale = 1 / math.sqrt(hidden / heads if wide else head_dim)
+        logits = factor("logit_scale", 1.0) if arch.file_scales or arch.logits_multiplied else 1.0
+        return {
+            "norm_eps": self.number(eps, None, least=0.0, most=1.0) / branch**2,
+            "embedding_factor": math.sqrt(hidden) if arch.scale_embedding else embedding / branch,
+            "attention_scale": factor("attention.scale", scale) if arch.file_scales else scale,
+            "attention_cap": cap("attn_logit_softcapping", 50.0),
+            "logit_factor": logits if arch.logits_multiplied else 1 / logits,
+            "logit_cap": cap("final_logit_softcapping", 30.0),
+        }
+
+    def _local(self, layers: int) -> tuple[bool, ...]:
+        """By the file's pattern, of each layer or its period, or else by the architecture's."""
+        key, every = "attention.sliding_window_pattern", self.arch.local_layers
+        given = self._value(key)
+        if isinstance(given, (np.ndarray, list)) and every:
+            if len(given) != layers or any(x not in (0, 1) for x in given):
+                raise self._bad(key, f"is not a yes or no for each of {layers} layers")
+            return tuple(bool(x) for x in given)
+        if given is not None and every:
+            every = self.integer(key, most=MAX_LAYERS)
+        return tuple(bool(every) and n % every < every - 1 for n in range(layers))
+
+    def _check_sections(self) -> None:
+        """Which position rotates a pair is all the same for text, but for the fourth, which is none."""
+        key = "rope.dimension_sections"
+        given = self._value(key)
+        if not self.arch.rope_sections or given is None:
+            return
+        if not isinstance(given, (np.ndarray, list)):
+            raise self._bad(key, "is not a list")
+        if any(x != 0 for x in given[3:]):
+            raise UnsupportedModelError(
+                f"{self.file}: {self.arch.name}.{key} has a fourth section, which is not supported"
+            )
+
+    def _rope_kind(self) -> str:
+        kind = self._value("rope.scaling.type")
+        if kind is None:
+            return "linear"  # old files name only the factor
+        if not isinstance(kind, str):
+            raise self._bad("rope.scaling.type", "is not a word")
+        if kind not in ROPE_KINDS:
+            raise UnsupportedModelError(
+                f"{self.file}: RoPE scaling {kind[:32]!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
+            )
+        return kind
+
+    def _rope_scale(self) -> float:
+        if self._rope_kind() == "none":
+            return 1.0
+        key = "rope.scaling.factor" if self._value("rope.scaling.factor") is not None else "rope.scale_linear"
+        scale = self.number(key, 1.0, least=0.0, most=1e6) or 1.0  # 0: none
+        return self.number(key, 1.0, least=1e-3, most=1e6) if scale < 1e-3 else scale
+
+    def _yarn(self) -> tuple[float, float] | None:
+        if self._rope_kind() != "yarn":
+            return None
+        fast, slow = (
+            self.number(f"rope.scaling.yarn_beta_{which}", default, least=1e-3, most=1e6)
+            for which, default in (("fast", 32.0), ("slow", 1.0))
+        )
+        return fast, slow
+
+    def _score_growth(self) -> float:
+        key = "attention.temperature_scale"
+        return self.number(key, 0.0, least=0.0, most=1e3) if self.arch.temperatures else 0.0
+
+    def _rope_magnitude(self, scale: float) -> float:
+        """YaRN makes cosines and sines larger (Peng et al. 2023, section 3.4); Phi 3's factor is in the file."""
+        given = self.number("rope.scaling.attn_factor", 1.0, least=1e-3, most=1e3)
+        if self._rope_kind() != "yarn":
+            return given
+        undone = self.number("rope.scaling.yarn_log_multiplier", 0.0, least=0.0, most=1e3)
+        return given * yarn_magnitude(scale, 1.0) / yarn_magnitude(scale, undone)
+
+    def _rope_factors(self, rope_dim: int, *names: str) -> tuple[float, ...]:
+        """The first of these tensors: Llama 3.1 and later have rope_freqs, Phi 3 has short and long factors."""
+        info = next((i for n in names if (i := self.gguf.tensors.get(f"{n}.weight")) is not None), None)
+        if info is None:
+            return ()
+        factors = dequantize(info.type, self.gguf.data(info.name)).reshape(-1)
+        if len(factors) != rope_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors >= 1e-3):
+            raise ModelFileError(f"{self.file}: {info.name} must be {rope_dim // 2} positive numbers")
+        return tuple(float(f) for f in factors)

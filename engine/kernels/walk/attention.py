@@ -1,0 +1,282 @@
+"""Operations of attention: heads into the cache, scores and weighted sums in parts, parts into one."""
+
+from __future__ import annotations
+
+from engine.kernels.attention import BLOCK, PART, STATE
+from engine.kernels.plan import (
+    QUERY_TILE,
+    SPLIT_ROWS,
+)
+from engine.kernels.program import Stored
+from engine.kernels.walk.instructions import (
+    Record,
+    activation_at,
+    add_vector,
+    cap_vector,
+    centre_vector,
+    compiled,
+    copy_bytes,
+    finish_state,
+    fix_keys,
+    fix_query,
+    fix_values,
+    fix_weights,
+    gate_vector,
+    int32_at,
+    int64_at,
+    merge_state,
+    norm_vector,
+    put_int32,
+    put_int64,
+    rotate_neox,
+    rotate_pairs,
+    scale_values,
+    scale_vector,
+    scores_fixed,
+    scores_floats,
+    softmax,
+    store_key_f16,
+    store_key_f32,
+    store_key_q8_0,
+    store_value_f16,
+    store_value_f32,
+    store_value_q8_0,
+    weigh_fixed,
+    weigh_floats,
+    widen_keys_q8_0,
+    widen_values_q8_0,
+)
+from engine.kernels.walk.layers import activate_plain
+
+
+@compiled
+def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) -> int:
+    """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
+    table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
+    start = c.kv_memory + int32_at(table + 4 * block) * c.kv_block_bytes + op.kv_offset
+    address: int = start + values * c.num_kv_heads * (c.kv_head_bytes + c.kv_scale_bytes) + head * c.kv_head_bytes
+    return address
+
+
+@compiled
+def scales_of(c: Record, numbers: int, head: int) -> int:
+    """Address of the scales of a KV head's keys or values: they follow the numbers of all heads."""
+    address: int = numbers + (c.num_kv_heads - head) * c.kv_head_bytes + head * c.kv_scale_bytes
+    return address
+
+
+@compiled
+def store(c: Record, x: int, numbers: int, head: int, slot: int, values: int) -> None:
+    """A head's key or value of one position into its slot of a block."""
+    dim = c.head_dim
+    if c.kv_stored == Stored.F16:
+        if values:
+            store_value_f16(x, numbers + slot * dim * 2, dim)
+        else:
+            store_key_f16(x, numbers + slot * 2, dim)
+    elif c.kv_stored == Stored.F32:
+        if values:
+            store_value_f32(x, numbers + slot * dim * 4, dim)
+        else:
+            store_key_f32(x, numbers + slot * 4, dim)
+    else:
+        scales = scales_of(c, numbers, head)
+        if values:
+            store_value_q8_0(x, numbers + slot * dim, scales + slot * (c.kv_scale_bytes // BLOCK), dim)
+        else:
+            store_key_q8_0(x, numbers + slot, scales + slot * 2, dim)
+
+
+@compiled
+def as_floats(c: Record, numbers: int, head: int, values: int, wide: int) -> int:
+    """Address of a block's keys or values of a head in f32: where they are, or in `wide`."""
+    if c.kv_stored == Stored.F32:
+        return numbers
+    if values:
+        widen_values_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+    else:
+        widen_keys_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+    return wide
+
+
+@compiled
+def norm_head(c: Record, op: Record, x: int, weight: int) -> None:
+    if op.centred:
+        centre_vector(x, weight, c.eps, c.head_dim)
+    else:
+        norm_vector(x, weight, c.eps, c.head_dim)
+
+
+@compiled
+def heads(c: Record, op: Record, start: int, end: int) -> None:
+    dim = c.head_dim
+    total = c.num_heads + 2 * c.num_kv_heads
+    for i in range(start, end):
+        r, h = i // total, i % total
+        x, position = c.qkv + r * c.qkv_bytes + h * dim * 4, int32_at(c.positions + 4 * r)
+        is_query, is_value = h < c.num_heads, h >= c.num_heads + c.num_kv_heads
+        if op.bias:
+            add_vector(x, op.bias + h * dim * 4, dim)
+        if not is_value:
+            weight, own = (op.q_norm, h) if is_query else (op.k_norm, h - c.num_heads)
+            if weight and not op.late_norms:
+                norm_head(c, op, x, weight + own * op.norm_bytes)
+            table = position * op.half * 4
+            if op.neox:
+                rotate_neox(x, op.cos + table, op.sin + table, op.half)
+            else:
+                rotate_pairs(x, op.cos + table, op.sin + table, op.half)
+            if weight and op.late_norms:
+                norm_head(c, op, x, weight + own * op.norm_bytes)
+        slot = position % BLOCK
+        if is_query:
+            scale_vector(x, op.q_scales + 4 * position if op.q_scales else c.scale, dim)
+            if c.kv_stored == Stored.F16:
+                fix_query(x, dim)
+        else:
+            values = 1 if is_value else 0
+            head = h - c.num_heads - values * c.num_kv_heads
+            store(c, x, cached(c, op, r, position // BLOCK, values, head), head, slot, values)
+
+
+@compiled
+def keep(c: Record) -> None:
+    """Move the wanted rows to the front. They ascend, so it is done in place."""
+    for i in range(c.num_wanted):
+        w = int32_at(c.wanted + 4 * i)
+        copy_bytes(c.x + i * c.x_bytes, c.x + w * c.x_bytes, c.x_bytes)
+        copy_bytes(c.qkv + i * c.qkv_bytes, c.qkv + w * c.qkv_bytes, c.qkv_bytes)
+        put_int32(c.positions + 4 * i, int32_at(c.positions + 4 * w))
+        put_int32(c.table_rows + 4 * i, int32_at(c.table_rows + 4 * w))
+
+
+@compiled
+def first_seen(position: int, window: int) -> int:
+    return max(0, position + 1 - window) if window else 0
+
+
+@compiled
+def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, split: int) -> None:
+    """One softmax part of rows r0..r1 (one conversation) on one KV head.
+
+    The state goes to its slot, or (not split, and not the row's first part) is merged into slot 0 at once: the same
+    formula in the same order either way.
+    """
+    dim, window = c.head_dim, op.window
+    group = c.num_heads // c.num_kv_heads
+    state_bytes = (STATE + dim) * 4
+    weights = c.scratch + tid * c.scratch_bytes
+    wide = weights + 4 * QUERY_TILE * PART
+    spare = wide + 4 * BLOCK * dim
+    queries = spare + QUERY_TILE * state_bytes
+    states = queries + QUERY_TILE * 8
+    scales = states + QUERY_TILE * 8  # of a block's keys or values, and what its values are multiplied with
+    slots = c.state_slots if split else 1
+    start = part * PART
+    while r0 < r1 and int32_at(c.positions + 4 * r0) < start:  # rows of one conversation ascend
+        r0 += 1
+    while r0 < r1 and first_seen(int32_at(c.positions + 4 * (r1 - 1)), window) >= start + PART:
+        r1 -= 1
+    n = (r1 - r0) * group
+    if n <= 0:
+        return
+    for i in range(n):
+        r, h = r0 + i // group, head * group + i % group
+        late = not split and first_seen(int32_at(c.positions + 4 * r), window) // PART < part
+        slot = part if split else 0
+        put_int64(queries + 8 * i, c.qkv + r * c.qkv_bytes + h * dim * 4)
+        place = c.states + ((r * c.num_heads + h) * slots + slot) * state_bytes
+        put_int64(states + 8 * i, spare + i * state_bytes if late else place)
+    low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
+    high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
+    blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
+    in_floats = c.kv_stored != Stored.F16
+    for b in range(low, blocks):
+        keys = cached(c, op, r0, first + b, 0, head)
+        last = b == blocks - 1
+        following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
+        if in_floats:
+            scores_floats(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
+        else:
+            fix_keys(keys, wide, scales, dim, following)
+            scores_fixed(queries, n, wide, scales, weights + b * BLOCK * 4, dim, following)
+    for i in range(n):
+        if op.cap:
+            cap_vector(weights + (i * PART + low * BLOCK) * 4, op.cap, (blocks - low) * BLOCK)
+        position = int32_at(c.positions + 4 * (r0 + i // group))
+        seen_from = max(0, first_seen(position, window) - start)
+        seen_to = min(PART, position + 1 - start)
+        softmax(weights + i * PART * 4, seen_from, seen_to, blocks * BLOCK, int64_at(states + 8 * i), dim)
+    for b in range(low, blocks):
+        values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
+        following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
+        if in_floats:
+            floats = as_floats(c, values, head, 1, wide)
+            weigh_floats(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
+        else:
+            pairs = (positions + 1) // 2
+            scale_values(values, positions, scales, scales + BLOCK * 4, dim)
+            fix_weights(weights, n, b, scales, states)
+            fix_values(values, scales + BLOCK * 4, wide, pairs, dim, following)
+            weigh_fixed(weights + b * BLOCK * 2, n, wide, pairs, states, dim, following)
+    for i in range(n):
+        r, h = r0 + i // group, head * group + i % group
+        place = c.states + ((r * c.num_heads + h) * slots) * state_bytes
+        if not split and int64_at(states + 8 * i) != place:
+            merge_state(place, int64_at(states + 8 * i), dim)
+
+
+@compiled
+def query_rows(c: Record) -> int:
+    """Rows that share a pass over a part."""
+    return max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
+
+
+@compiled
+def num_parts(c: Record, op: Record) -> int:
+    """Softmax parts of the longest row that an operation works on."""
+    return c.wanted_parts if op.wanted else c.num_parts
+
+
+@compiled
+def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
+    """One item: (strip of rows, KV head) and, for few rows, part. The longest come first."""
+    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c), num_parts(c, op)
+    share = parts if split else 1
+    j = items - 1 - item
+    strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
+    for part in range(j % share, j % share + 1 if split else parts):
+        r, end = strip * tall, min(rows, (strip + 1) * tall)
+        while r < end:
+            last = r + 1
+            table = int32_at(c.table_rows + 4 * r)
+            while last < end and int32_at(c.table_rows + 4 * last) == table:
+                last += 1
+            attend_part(c, op, tid, head, r, last, part, split)
+            r = last
+
+
+@compiled
+def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
+    """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
+    act = activation_at(c.activations, op.activation)
+    dim, split = c.head_dim, rows <= SPLIT_ROWS
+    state_bytes, slots = (STATE + dim) * 4, c.state_slots if split else 1
+    per_row = act.num_values // op.share
+    for i in range(start, end):
+        r, u = i // per_row, i % per_row
+        position, out = int32_at(c.positions + 4 * r), c.attention + r * c.attention_bytes
+        for h in range(u * op.share // dim, (u + 1) * op.share // dim):
+            state = c.states + (r * c.num_heads + h) * slots * state_bytes
+            if split:
+                first = first_seen(position, op.window) // PART
+                state += first * state_bytes
+                for part in range(1, position // PART + 1 - first):
+                    merge_state(state, state + part * state_bytes, dim)
+            if op.sinks:
+                merge_state(state, op.sinks + h * state_bytes, dim)
+            finish_state(state, out + h * dim * 4, dim)
+            if op.gate:
+                gate_vector(out + h * dim * 4, c.qkv + r * c.qkv_bytes + op.gate + h * dim * 4, dim)
+        count = op.share // act.unit
+        activate_plain(act, r, out, 0, 0, u * count, count)

@@ -1,0 +1,232 @@
+"""Operations of every model: embeddings, norms, matrix products, the feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.kernels.plan import (
+    GATED_ROWS,
+    L2_BYTES,
+)
+from engine.kernels.program import Gate
+from engine.kernels.walk.instructions import (
+    LINE,
+    Record,
+    _kernel,
+    activation_at,
+    add_normed,
+    add_vector,
+    call4,
+    call10,
+    cap_vector,
+    compiled,
+    deviation,
+    int32_at,
+    inverse_rms,
+    matrix_at,
+    scale_vector,
+)
+
+CAP_SHARE = 4096
+"""Values of a row that one piece of CAP takes."""
+
+
+@compiled
+def embed(c: Record, op: Record, start: int, end: int) -> None:
+    matrix = matrix_at(c.matrices, op.matrix)
+    for r in range(start, end):
+        row, x = int32_at(c.ids + 4 * r), c.x + r * c.x_bytes
+        call4(matrix.row, matrix.address + row // 16 * matrix.group_bytes, row % 16, matrix.num_blocks, x)
+        if op.factor:
+            scale_vector(x, op.factor, c.hidden)
+
+
+def _activation(source: str) -> Any:
+    """A function that quantizes `count` units from `first` on of row r, in each layout that is wanted.
+
+    x and y are addresses of the row's start; what they are depends on the source (`rows.activate`).
+    """
+    in_256, in_32, in_1 = (_kernel(f"{source}_{span}", 7) for span in (256, 32, 1))
+
+    @compiled
+    def activate(act: Record, r: int, x: int, y: int, inverse: int, first: int, count: int) -> None:
+        if act.base_256:
+            k = act.unit // 256
+            in_256(x, y, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
+        k = act.unit // 32
+        if act.base_32:
+            in_32(x, y, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
+        if act.base_1:
+            in_1(x, y, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+
+    return activate
+
+
+activate_plain, activate_norm, activate_centred = map(_activation, ("plain", "norm", "centred"))
+activate_silu, activate_gelu, activate_clipped = map(_activation, ("silu", "gelu", "clipped"))
+activate_lone_gelu, activate_lone_relu2 = map(_activation, ("lone_gelu", "lone_relu2"))
+
+
+@compiled
+def norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
+    act = activation_at(c.activations, op.activation)
+    inverse = c.scratch + tid * c.scratch_bytes
+    per_row = act.num_values // act.unit
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        x = c.x + r * c.x_bytes
+        if op.centred:
+            deviation(x, c.hidden, c.eps, inverse)
+            activate_centred(act, r, x, op.weight, inverse, first, count)
+        elif op.weight:
+            inverse_rms(x, c.hidden, c.eps, inverse)
+            activate_norm(act, r, x, op.weight, inverse, first, count)
+        else:
+            activate_plain(act, r, x, 0, 0, first, count)
+        i += count
+
+
+@compiled
+def cap_row(op: Record, start: int, end: int) -> None:
+    """Shares of CAP_SHARE values of rows."""
+    per_row = (op.count + CAP_SHARE - 1) // CAP_SHARE
+    for i in range(start, end):
+        first = i % per_row * CAP_SHARE
+        cap_vector(op.out + i // per_row * op.out_bytes + 4 * first, op.cap, min(CAP_SHARE, op.count - first))
+
+
+@compiled
+def add_norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
+    inverse = c.scratch + tid * c.scratch_bytes
+    per_row = c.hidden // 32
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        y, at = op.out + r * op.out_bytes, first * 128
+        inverse_rms(y, c.hidden, c.eps, inverse)
+        add_normed(y + at, op.weight + at, inverse, c.x + r * c.x_bytes + at, 32 * count)
+        i += count
+
+
+@compiled
+def even_share(rows: int, most: int) -> int:
+    """Rows of a stretch, where `rows` are cut into as few as have no more than about `most`, and all as many.
+
+    Stretches of a dozen: a matrix product takes rows by six (`panel.py`), or by eight.
+    """
+    stretches = (rows + most - 1) // most
+    return ((rows + stretches - 1) // stretches + 11) // 12 * 12
+
+
+@compiled
+def multiply(
+    matrix: Record, act: Record, first: int, last: int, row: int, out: int, out_bytes: int, add: int, rows: int
+) -> None:
+    """Groups first..last of a matrix times `rows` activation rows from `row` on, in blocks of rows that fit L2."""
+    base, size = act.base_256, act.row_256
+    if matrix.span == 32:
+        base, size = act.base_32, act.row_32
+    elif matrix.span == 1:
+        base, size = act.base_1, act.row_1
+    step = even_share(rows, max(1, L2_BYTES // size))
+    weights = matrix.address + first * matrix.group_bytes
+    r = 0
+    while r < rows:  # a range with a step that is not constant would bring in Numba's code for raising errors
+        call10(
+            matrix.multiply, weights, matrix.group_bytes, last - first, base + (row + r) * size, size,
+            out + r * out_bytes + first * LINE, out_bytes, matrix.num_blocks, add, min(step, rows - r),
+        )  # fmt: skip
+        r += step
+
+
+@compiled
+def num_groups(c: Record, op: Record) -> int:
+    groups = 0
+    for m in range(op.num_matrices):
+        groups += matrix_at(c.matrices, op.matrix + m).num_groups
+    return groups
+
+
+@compiled
+def matmul(c: Record, op: Record, rows: int, low: int, high: int) -> None:
+    """Groups low..high of all matrices in one row."""
+    act = activation_at(c.activations, op.activation)
+    base = 0
+    for m in range(op.num_matrices):
+        matrix = matrix_at(c.matrices, op.matrix + m)
+        first, last = max(0, low - base), min(matrix.num_groups, high - base)
+        if first < last:
+            multiply(matrix, act, first, last, 0, op.out + matrix.out_offset, op.out_bytes, op.add, rows)
+        base += matrix.num_groups
+
+
+@compiled
+def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, strip: int) -> None:
+    """A strip of outputs of `rows` rows from `row` on."""
+    act = activation_at(c.activations, op.activation)
+    result = activation_at(c.activations, op.second)
+    gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
+    unit = result.unit
+    row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
+    first = expert * gate.num_groups + strip * unit // 16
+    step = min(GATED_ROWS, even_share(rows, GATED_ROWS))
+    r = row
+    while r < row + rows:
+        count = min(step, row + rows - r)
+        # `multiply` adds the group's own offset, which a strip's buffer does not have.
+        start = buffer - first * LINE
+        multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
+        multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
+        for j in range(count):
+            if op.bias:
+                biases = op.bias + 4 * (2 * expert * result.num_values + strip * unit)
+                add_vector(buffer + j * row_bytes, biases, unit)
+                add_vector(buffer + j * row_bytes + 4 * unit, biases + 4 * result.num_values, unit)
+            x = buffer + j * row_bytes - strip * unit * 4
+            if op.activates == Gate.GELU:
+                activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+            elif op.activates == Gate.CLIPPED:
+                activate_clipped(result, r + j, x, x + 4 * unit, 0, strip, 1)
+            else:
+                activate_silu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+        r += step
+
+
+@compiled
+def gated_cuts(c: Record, rows: int) -> int:
+    """Into how many stretches of rows a strip is cut that is left over when each thread has got as many as the others.
+
+    Stretches of 48 rows at least: each unpacks the strip's weights anew.
+    """
+    return max(1, min(c.num_threads, rows // 48))
+
+
+@compiled
+def gated_piece(c: Record, op: Record, tid: int, rows: int, units: int, piece: int) -> None:
+    """One strip of outputs for all rows, or for some where it is one of the last."""
+    even = units // c.num_threads * c.num_threads
+    strip, start, end = piece, 0, rows
+    if piece >= even:
+        cuts = gated_cuts(c, rows)
+        strip, part = even + (piece - even) // cuts, (piece - even) % cuts
+        start, end = part * rows // cuts, (part + 1) * rows // cuts
+    gated(c, op, tid, start, end - start, 0, strip)
+
+
+@compiled
+def lone(c: Record, op: Record, tid: int, rows: int, strip: int) -> None:
+    act = activation_at(c.activations, op.activation)
+    result = activation_at(c.activations, op.second)
+    matrix, unit = matrix_at(c.matrices, op.matrix), result.unit
+    row_bytes, buffer = 4 * unit, c.scratch + tid * c.scratch_bytes
+    first = strip * unit // 16
+    for r in range(0, rows, GATED_ROWS):
+        count = min(GATED_ROWS, rows - r)
+        multiply(matrix, act, first, first + unit // 16, r, buffer - first * LINE, row_bytes, 0, count)
+        for j in range(count):
+            x = buffer + j * row_bytes - strip * unit * 4
+            if op.activates:
+                activate_lone_gelu(result, r + j, x, op.bias, 0, strip, 1)
+            else:
+                activate_lone_relu2(result, r + j, x, op.bias, 0, strip, 1)

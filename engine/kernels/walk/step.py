@@ -1,0 +1,310 @@
+"""The walk over a step's operations, compiled with Numba.
+
+All arithmetic on values is in the kernels; here is only who does what. An operation's work is cut into pieces, which
+threads claim one by one; the cut never shapes a result. An operation is over when all its pieces are done, whoever did
+them: a thread that has no CPU just now holds up nothing but the piece it is at. The threads stay in compiled code for
+the whole step: forking and joining them for every matrix product cost 5-6 % of decode.
+
+Numba compiles this to LLVM IR, which is linked with the kernels into one object (`module_text`). Nothing here allocates
+or raises; all memory is reached by address.
+"""
+
+from __future__ import annotations
+
+from llvmlite import binding as llvm
+
+from engine.kernels.core import kernels
+from engine.kernels.ir import emit_module
+from engine.kernels.plan import (
+    DELTA_COLUMNS,
+    SPLIT_ROWS,
+)
+from engine.kernels.program import Op
+from engine.kernels.target import Target
+from engine.kernels.walk.attention import attend, heads, keep, merge, num_parts, query_rows
+from engine.kernels.walk.experts import (
+    add_shared,
+    ask_for_experts,
+    experts_down,
+    experts_gated,
+    gather,
+    group,
+    most_busy,
+    route,
+)
+from engine.kernels.walk.instructions import (
+    LINE,
+    N,
+    Record,
+    activation_at,
+    add_vector,
+    atomic_add,
+    atomic_load,
+    compiled,
+    context_at,
+    nap,
+    norm_vector,
+    operation_at,
+    pause,
+    put_int64,
+    swap_if,
+)
+from engine.kernels.walk.layers import (
+    CAP_SHARE,
+    add_norm,
+    cap_row,
+    embed,
+    gated_cuts,
+    gated_piece,
+    lone,
+    matmul,
+    norm,
+    num_groups,
+)
+from engine.kernels.walk.running_state import convolve_rows, delta_rows, norm_gated_rows, num_channels, unit_rows
+
+SPINS = 20_000
+"""Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
+PATIENCE = 400_000
+"""Looks for a next step before a helper thread returns to sleep: a few milliseconds."""
+
+
+@compiled
+def num_units(c: Record, op: Record, rows: int) -> int:
+    """Into how many units an operation's work can be cut."""
+    code = op.code
+    if code == Op.EMBED:
+        return rows
+    if code == Op.NORM:
+        act = activation_at(c.activations, op.activation)
+        return rows * (act.num_values // act.unit)
+    if code == Op.MATMUL:
+        return num_groups(c, op)
+    if code == Op.HEADS:
+        return rows * (c.num_heads + 2 * c.num_kv_heads)
+    if code == Op.ATTEND:
+        share = num_parts(c, op) if rows <= SPLIT_ROWS else 1
+        tall = query_rows(c)
+        return (rows + tall - 1) // tall * c.num_kv_heads * share
+    if code == Op.MERGE:
+        return rows * (activation_at(c.activations, op.activation).num_values // op.share)
+    if code == Op.GATED or code == Op.LONE:
+        result = activation_at(c.activations, op.second)
+        return result.num_values // result.unit
+    if code == Op.ADD_NORM or code == Op.ADD_GATED:
+        return rows * (c.hidden // 32)
+    if code == Op.ROW_NORM or code == Op.ADD_BIAS:
+        return rows
+    if code == Op.CAP:
+        return rows * ((op.count + CAP_SHARE - 1) // CAP_SHARE)
+    if code == Op.ROUTE:
+        return rows
+    if code == Op.GATHER:
+        return rows * c.num_chosen
+    if code == Op.EXPERTS_GATED:
+        result = activation_at(c.activations, op.second)
+        return most_busy(c, rows) * (result.num_values // result.unit)
+    if code == Op.EXPERTS_DOWN:
+        return num_groups(c, op)
+    if code == Op.CONVOLVE:
+        return num_channels(c) // 16
+    if code == Op.UNIT:
+        return rows * (2 * c.key_heads + 1)
+    if code == Op.DELTA:
+        return c.value_heads * (c.delta_dim // DELTA_COLUMNS)
+    if code == Op.NORM_GATED:
+        return rows * (activation_at(c.activations, op.activation).num_values // op.share)
+    return 1
+
+
+@compiled
+def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
+    """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
+    if op.code == Op.ATTEND or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
+        return units
+    if op.code == Op.GATED:
+        left = units % c.num_threads
+        return units - left + left * gated_cuts(c, rows)
+    if op.code == Op.MATMUL or op.code == Op.EXPERTS_DOWN:
+        # At most 256 groups each, so that the output head, which is long, ends evenly too.
+        return min(units, max(2 * c.num_threads, (units + 255) // 256))
+    return min(units, c.num_threads if rows == 1 else 2 * c.num_threads)
+
+
+@compiled
+def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, pieces: int) -> None:
+    """Do one piece."""
+    code = op.code
+    start, end = piece * units // pieces, (piece + 1) * units // pieces
+    if code == Op.EMBED:
+        embed(c, op, start, end)
+    elif code == Op.NORM:
+        norm(c, op, tid, start, end)
+    elif code == Op.MATMUL:
+        matmul(c, op, rows, start, end)
+    elif code == Op.HEADS:
+        heads(c, op, start, end)
+    elif code == Op.KEEP:
+        keep(c)
+    elif code == Op.ATTEND:
+        attend(c, op, tid, rows, piece, pieces)
+    elif code == Op.MERGE:
+        merge(c, op, rows, start, end)
+    elif code == Op.GATED:
+        gated_piece(c, op, tid, rows, units, piece)
+    elif code == Op.LONE:
+        lone(c, op, tid, rows, piece)
+    elif code == Op.ADD_BIAS:
+        for r in range(start, end):
+            add_vector(op.out + r * op.out_bytes, op.bias, op.count)
+    elif code == Op.ADD_NORM:
+        add_norm(c, op, tid, start, end)
+    elif code == Op.ROW_NORM:
+        for r in range(start, end):
+            norm_vector(op.out + r * op.out_bytes, op.weight, c.eps, op.count)
+    elif code == Op.CAP:
+        cap_row(op, start, end)
+    elif code == Op.ROUTE:
+        route(c, op, start, end)
+    elif code == Op.GROUP:
+        group(c, rows)
+        if c.page_bytes:
+            ask_for_experts(c, op, tid)
+    elif code == Op.GATHER:
+        gather(c, op, start, end)
+    elif code == Op.EXPERTS_GATED:
+        experts_gated(c, op, tid, rows, piece, pieces)
+    elif code == Op.EXPERTS_DOWN:
+        experts_down(c, op, tid, start, end)
+    elif code == Op.ADD_GATED:
+        add_shared(c, op, start, end)
+    elif code == Op.CONVOLVE:
+        convolve_rows(c, op, start, end)
+    elif code == Op.UNIT:
+        unit_rows(c, op, start, end)
+    elif code == Op.DELTA:
+        delta_rows(c, op, start, end)
+    elif code == Op.NORM_GATED:
+        norm_gated_rows(c, op, start, end)
+
+
+# The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and
+# a word with the number of pieces that are not done. Thread 0 sets both before a step. A thread that has fallen behind
+# finds another step's number there, or nothing left, and stops. It must know that from the counter alone: once a step
+# is over, what it ran on may already be the next one's. As long as a piece is not done the step is not over, so a claim
+# that succeeds is always of the step that runs, and from then on rows and units are those of that step.
+@compiled
+def claim(counter: int, generation: int) -> int:
+    """Take a piece: how many were left, this one included; 0: none."""
+    while True:
+        seen = atomic_load(counter)
+        left = seen & 0xFFFFFFFF
+        if seen >> 32 != generation or left == 0:
+            return 0
+        if swap_if(counter, seen, seen - 1):
+            return left
+
+
+@compiled
+def all_done(counter: int, generation: int) -> bool:
+    """Wait until an operation's pieces are done. False if that was long ago: another step runs."""
+    spins = 0
+    while atomic_load(counter + 8) > 0:
+        if atomic_load(counter) >> 32 != generation:
+            return False
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            nap()
+    return True
+
+
+@compiled
+def num_op_rows(c: Record, op: Record) -> int:
+    """Rows that an operation works on in this step; 0: it is left out."""
+    if not op.wanted:
+        return c.num_rows
+    if c.num_wanted == 0:
+        return 0
+    return c.num_rows if op.code == Op.KEEP else c.num_wanted
+
+
+@compiled
+def work(c: Record, tid: int, generation: int) -> None:
+    """One thread's part of one step."""
+    for i in range(c.num_operations):
+        op, counter = operation_at(c.operations, i), c.counters + i * LINE
+        left = claim(counter, generation)
+        if left > 0:
+            rows = num_op_rows(c, op)
+            units = num_units(c, op, rows)
+            pieces = num_pieces(c, op, rows, units)
+            while left > 0:
+                run(c, op, tid, rows, units, pieces - left, pieces)
+                atomic_add(counter + 8, -1)
+                left = claim(counter, generation)
+        if not all_done(counter, generation):
+            return
+
+
+@compiled
+def step(address: int, tid: int, seen: int) -> int:
+    """Thread 0: run one step. Others: steps as they come, `seen` being the last one, until none comes for a while.
+
+    Returns the number of the last step seen.
+    """
+    c = context_at(address, 0)
+    if tid == 0:
+        generation = atomic_load(c.generation) + 1
+        for i in range(c.num_operations):
+            op = operation_at(c.operations, i)
+            rows = num_op_rows(c, op)
+            pieces = num_pieces(c, op, rows, num_units(c, op, rows)) if rows > 0 else 0
+            put_int64(c.counters + i * LINE + 8, pieces)
+            put_int64(c.counters + i * LINE, (generation << 32) + pieces)
+        atomic_add(c.generation, 1)
+        work(c, 0, generation)
+        return generation
+    idle = 0
+    while idle < PATIENCE:
+        generation = atomic_load(c.generation)
+        if generation > seen:
+            work(c, tid, generation)
+            seen = generation
+            idle = 0
+        else:
+            idle += 1
+            pause()
+    return seen
+
+
+STEP = "goinfer_step"
+"""Name of the compiled function: i64 (i64 context, i64 thread, i64 seen)."""
+
+
+def module_text(target: Target) -> str:
+    """IR of the core module: the walk, and the kernels it calls."""
+    kernel_text = emit_module("kernels", kernels(target), target.triple)
+    for name in kernels(target):
+        # Numba links what it compiles at once and must find the names; the real functions are linked in below.
+        llvm.add_symbol(name, 1)
+    step.compile((N, N, N))
+    library = step.overloads[(N, N, N)].library
+    native = step.overloads[(N, N, N)].fndesc.llvm_func_name
+    wrapper = (
+        f'declare i32 @"{native}"(ptr, ptr, i64, i64, i64)\n'
+        f"define i64 @{STEP}(i64 %c, i64 %t, i64 %s) {{\n"
+        "  %r = alloca i64\n  %e = alloca ptr\n"
+        f'  %x = call i32 @"{native}"(ptr %r, ptr %e, i64 %c, i64 %t, i64 %s)\n'
+        "  %done = load i64, ptr %r\n"
+        "  ret i64 %done\n}\n"
+    )
+    module = llvm.parse_assembly(library.get_llvm_str())
+    module.link_in(llvm.parse_assembly(f'target triple = "{module.triple}"\n' + kernel_text))
+    module.link_in(llvm.parse_assembly(f'target triple = "{module.triple}"\n' + wrapper))
+    for function in module.functions:
+        # All but the entry is ours alone: unused parts (Numba's wrapper for Python) are dropped, small ones inlined.
+        if not function.is_declaration and function.name != STEP:
+            function.linkage = "internal"
+    return str(module)
