@@ -21,6 +21,10 @@ from engine.torch_backend.kv import memory_of
 from engine.torch_backend.parts import Linear, Norm
 
 
+_VECTOR = 32
+"""Numbers: what PyTorch's loops over elements take at a time on a CPU is this, or a part of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Rows first .. last - 1 of a tile, which may be none, take the state of slot `source` along and leave it in
@@ -115,9 +119,12 @@ class Recurrence:
             beta, decay = (both[:, :, i].flatten(1) for i in range(2))
         else:
             beta, decay = (matrix(taken) for matrix in self.factors)
-        x = decay + self.bias
-        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
-        return torch.sigmoid(beta), torch.exp(self.rate * softplus)
+        # Whole vectors: what is left over behind the last one may be computed in another way.
+        heads, missing = self.sizes.num_value_heads, -self.sizes.num_value_heads % _VECTOR
+        beta, x = (torch.nn.functional.pad(y, (0, missing)) for y in (beta, decay + self.bias))
+        softplus = (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))[:, :heads]
+        decay = torch.exp(torch.nn.functional.pad(self.rate * softplus, (0, missing)))
+        return torch.sigmoid(beta)[:, :heads], decay[:, :heads]
 
     def _convolved(self, x: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
         """[rows, channels] of x before them; the slots have the last rows of x."""
