@@ -20,7 +20,6 @@ from engine.kv_cache import StatePool
 from engine.torch_backend.kv import memory_of
 from engine.torch_backend.parts import Linear, Norm
 
-
 _VECTOR = 32
 """Numbers: what PyTorch's loops over elements take at a time on a CPU is this, or a part of it."""
 
