@@ -18,10 +18,7 @@ from engine.config import DeltaSizes
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
 from engine.kv_cache import StatePool
 from engine.torch_backend.kv import memory_of
-from engine.torch_backend.parts import Linear, Norm
-
-_VECTOR = 32
-"""Numbers: what PyTorch's loops over elements take at a time on a CPU is this, or a part of it."""
+from engine.torch_backend.parts import Linear, Norm, even
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +115,9 @@ class Recurrence:
             beta, decay = (both[:, :, i].flatten(1) for i in range(2))
         else:
             beta, decay = (matrix(taken) for matrix in self.factors)
-        # Whole vectors: what is left over behind the last one may be computed in another way.
-        heads, missing = self.sizes.num_value_heads, -self.sizes.num_value_heads % _VECTOR
-        beta, x = (torch.nn.functional.pad(y, (0, missing)) for y in (beta, decay + self.bias))
-        softplus = (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))[:, :heads]
-        decay = torch.exp(torch.nn.functional.pad(self.rate * softplus, (0, missing)))
-        return torch.sigmoid(beta)[:, :heads], decay[:, :heads]
+        x, heads = even(decay + self.bias), self.sizes.num_value_heads
+        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+        return torch.sigmoid(even(beta))[:, :heads], torch.exp(even(self.rate) * softplus)[:, :heads]
 
     def _convolved(self, x: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
         """[rows, channels] of x before them; the slots have the last rows of x."""

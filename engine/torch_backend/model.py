@@ -29,7 +29,7 @@ from engine.torch_backend.delta import Recurrence, Run, StateStore, runs_of_tile
 from engine.torch_backend.device import Device
 from engine.torch_backend.kv import DevicePool, DeviceStatePool, KVStore
 from engine.torch_backend.matrices import Form
-from engine.torch_backend.parts import Norm
+from engine.torch_backend.parts import Norm, even
 from engine.torch_backend.weights import Attention, FeedForward, Layer, TorchWeights
 
 
@@ -313,7 +313,7 @@ class TorchModel:
         logits = layer.router(taken)
         # Stable: of equal ones the lower number.
         experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
-        shares = torch.exp(logits - logits.gather(-1, experts[:, :1]))
+        shares = torch.exp(even(logits - logits.gather(-1, experts[:, :1])))[:, : logits.shape[-1]]
         chosen = torch.zeros_like(shares).scatter(-1, experts, shares.gather(-1, experts))
         weights = chosen / (chosen if self.config.arch.normed_experts else shares).sum(-1, keepdim=True) * e.scale
         for expert in experts.unique().tolist():

@@ -36,3 +36,12 @@ class Linear:
     def __call__(self, x: Tensor, expert: int = 0) -> Tensor:
         y = self.matrix.times(x, expert)
         return y if self.bias is None else y + self.bias[expert]
+
+
+def even(x: Tensor) -> Tensor:
+    """x [..., n] with zeros behind, so that each row is whole runs of 32 numbers.
+
+    PyTorch computes exponentials 32 at a time, and what is left over one by one, with other bits in places: with an odd
+    number of heads or experts it would show where in a tile a row lies.
+    """
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 32))
