@@ -54,9 +54,9 @@ def load(
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
     """
-    from engine.local import LocalEngine
+    from engine.loading import load_engine
 
-    return LocalEngine.load(
+    return load_engine(
         Path(model_path),
         context_size=context_size,
         threads=threads,

@@ -164,7 +164,7 @@ class Request:
         _check(self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "top_logprobs must be between 0 and 20")
         _check(
             self.speculation is None or self.speculation in get_args(SpeculationMode),
-            f"unknown speculation {self.speculation!r}; there is: {', '.join(get_args(SpeculationMode))}",
+            f"unknown speculation {self.speculation!r}; choose from: {', '.join(get_args(SpeculationMode))}",
         )
         _check(self.prompt_ids is None or not self.tools, "tools need messages: prompt_ids are run as they are")
         self._check_tools()
@@ -183,7 +183,7 @@ class Request:
         else:
             _check(
                 choice in ("none", "auto", "required"),
-                f"unknown tool_choice {choice!r}; there is: none, auto, required",
+                f"unknown tool_choice {choice!r}; choose from: none, auto, required",
             )
             _check(choice != "required" or bool(names), "tool_choice required needs tools")
 

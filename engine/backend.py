@@ -160,9 +160,9 @@ class CpuBackend:
 def open_backend(name: str, device: str, gguf: GGUFFile, kv_type: KVType, *, from_disk: bool = False) -> Backend:
     """The backend of this name, for a model. Raises UsageError, also for a device that is not there."""
     if name not in BACKENDS:
-        raise UsageError(f"unknown backend {name!r}; there is: {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown backend {name!r}; choose from: {', '.join(BACKENDS)}")
     if device not in DEVICES:
-        raise UsageError(f"unknown device {device!r}; there is: {', '.join(DEVICES)}")
+        raise UsageError(f"unknown device {device!r}; choose from: {', '.join(DEVICES)}")
     if name == "cpu":
         if device not in ("auto", "cpu"):
             raise UsageError(f"the cpu backend computes on the CPU; device {device} needs --backend torch")

@@ -146,10 +146,10 @@ def _check_node(node: dict[str, Any], where: str, what: str) -> None:
     if "format" in node and "string" not in _types(node):
         del node["format"]
     if node.get("format", "date") not in _FORMATS:
-        raise refuse(f'"format" {_shown(node["format"])} is not supported; there is: {", ".join(sorted(_FORMATS))}')
+        raise refuse(f'"format" {_shown(node["format"])} is not supported; choose from: {", ".join(sorted(_FORMATS))}')
     unknown = next((name for name in _types(node) if name not in _TYPES), None)
     if unknown is not None:
-        raise refuse(f'"type" {_shown(unknown)} is unknown; there is: {", ".join(_TYPES)}')
+        raise refuse(f'"type" {_shown(unknown)} is unknown; choose from: {", ".join(_TYPES)}')
     for pattern in (*([node["pattern"]] if "pattern" in node else ()), *node.get("patternProperties", ())):
         problem = _problem_of_pattern(pattern)
         if problem:

@@ -19,7 +19,7 @@ from time import perf_counter
 
 from engine.api import Notice, Reply, TurnStats
 from engine.errors import UsageError
-from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for
+from engine.kv_cache import BlockTable, CacheFullError, KVPool, blocks_for, common_start
 from engine.kv_file import Identity, KVFile, bring_back
 from engine.kv_folder import (
     SUFFIX,
@@ -33,7 +33,7 @@ from engine.kv_folder import (
 )
 from engine.kv_layout import speed_key
 from engine.prefill_speed import PrefillSpeed
-from engine.sessions import Sessions, common_start
+from engine.sessions import Sessions
 
 CAP_BYTES = 8 * 10**9
 """Bytes of all files of a folder, unless the caller says otherwise."""

@@ -142,3 +142,15 @@ class BlockTable:
     def release(self) -> None:
         """Give every block back; the table is empty and may be used again."""
         self.truncate(0)
+
+
+def common_start(known: Sequence[int], wanted: Sequence[int], limit: int | None = None) -> int:
+    """How many ids both begin with, of the first `limit` where that is given."""
+    shorter = min(len(known), len(wanted))
+    limit = shorter if limit is None else min(limit, shorter)
+    step = 256  # slices are compared in C; the one that differs is walked
+    for start in range(0, limit, step):
+        stop = min(start + step, limit)
+        if list(known[start:stop]) != list(wanted[start:stop]):
+            return next(i for i in range(start, stop) if known[i] != wanted[i])
+    return limit

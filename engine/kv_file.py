@@ -1,17 +1,9 @@
-"""`.giw-kv` files: the processed memory of one conversation on disk, so that a restart costs no prefill.
+"""`.giw-kv` files: the K/V of one conversation on disk, so that a restart costs no prefill.
 
-    header   what the keys and values belong to
-    record   at most 64 positions of one block: their ids and their K/V; or: so many positions are left;
-             or: the running state after so many positions (of models that have such layers)
-    record   ...
-
-A file only grows: `save` compares the ids it holds with those of a table, cuts off what no longer holds and appends
-what is new. When more than half of it would be dead it is written anew and put in its place. By the numerics contract
-the same ids have the same K/V, so ids are all that must be compared.
-
-Every byte is covered by a checksum. That of a record starts from that of the record before, and the first from the
-header's, which holds a random number: a record counts at one place of one file. Whatever is damaged costs itself and
-what follows. K/V are checked when they are read, before anything can use them. docs/giw-kv.md has every byte.
+A file is a header, which says what the keys and values belong to, and records (`kv_records.py`). It only grows: `save`
+compares the ids it holds with those of a table, cuts off what no longer holds and appends what is new. When more than
+half of it would be dead, it is written anew and put in the old one's place. By the numerics contract the same ids have
+the same K/V, so only ids have to be compared. K/V are checked when they are read, before anything can use them.
 """
 
 from __future__ import annotations
@@ -19,23 +11,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
-import struct
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engine.cpu import usable_threads
-from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool, StatePool, blocks_for
+from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool, StatePool, blocks_for, common_start
 from engine.kv_folder import (
     KVFileError,
     KVFileLockedError,
@@ -48,7 +32,8 @@ from engine.kv_folder import (
     temporary_of,
     unlock,
 )
-from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, pack_header, read_header
+from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, read_header
+from engine.kv_records import HEAD_BYTES, Piece, RecordLog, num_first_good
 from engine.running_state import RunningState
 
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
@@ -58,11 +43,6 @@ RESERVE_BYTES = 16 * 2**20
 
 MAX_PIECES = 8
 """Records that hold a block, on average, before a file is written anew: each costs a third of a millisecond to read."""
-
-_RECORD = struct.Struct("<IIII")
-_CHECK = struct.Struct("<I")
-_HEAD_BYTES = _RECORD.size + _CHECK.size
-_ADD, _CUT, _STATE = 0x2B2B2B2B, 0x2D2D2D2D, 0x23232323
 
 MAX_STATES = 8
 """Running states of a file: as many as a conversation in memory has at most."""
@@ -78,191 +58,6 @@ class Saved:
     """In the file now: all of the table's."""
     rewritten: bool
     """The file was written whole: it is new, or had too many dead bytes."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Where positions start .. start + count - 1 lie: the first of the `total` of a record."""
-
-    start: int
-    count: int
-    total: int
-    offset: int
-    """Of the K/V in the file."""
-    checksum: int
-    """CRC-32 of the K/V of all `total`."""
-    right: bool
-    """This process has written or checked them."""
-
-
-@dataclass(slots=True)
-class _KeptState:
-    """Where the running state after `length` positions lies."""
-
-    length: int
-    offset: int
-    checksum: int
-
-
-class _Log:
-    """The records of an open file: read from its start, appended to its good end."""
-
-    def __init__(self, descriptor: int, layout: KVLayout, header: bytes) -> None:
-        self.descriptor = descriptor
-        self.end = len(header)
-        """Bytes up to the end of the last good record."""
-        self.length = 0
-        """Positions according to the records."""
-        self.ids: list[int] = []
-        """Of the positions that can be used, as far as is known: fewer than `length` where K/V are damaged."""
-        self.pieces: list[_Piece] = []
-        self.states: list[_KeptState] = []
-        """Ascending by length."""
-        self._layout = layout
-        self._header_bytes = len(header)
-        # The header's own checksum: that of a header with its checksum is the same number for all headers.
-        (self._check,) = _CHECK.unpack(header[-_CHECK.size :])
-
-    @classmethod
-    def create(cls, descriptor: int, identity: Identity) -> _Log:
-        """In an empty file. Raises OSError."""
-        header = pack_header(identity, secrets.token_bytes(16))
-        _write(descriptor, [header], 0)
-        return cls(descriptor, identity.layout, header)
-
-    def bytes_of(self, num_positions: int, num_pieces: int, num_states: int = 0) -> int:
-        """Size of a file in which nothing is dead."""
-        positions = num_positions * (4 + self._layout.position_bytes) + num_pieces * _HEAD_BYTES
-        return self._header_bytes + positions + num_states * (_HEAD_BYTES + self._layout.state_bytes)
-
-    def add(self, ids: Sequence[int], packed: NDArray[np.uint8]) -> None:
-        """Append positions of one block with their K/V. Raises OSError, with the file as before."""
-        start, count, checksum = self.length, len(ids), zlib.crc32(packed.data)
-        assert start == len(self.ids)
-        assert 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE
-        assert len(packed) == count * self._layout.position_bytes
-        self._append(_RECORD.pack(_ADD, start, count, checksum), np.array(ids, "<u4").tobytes(), packed)
-        self._added(ids, _Piece(start, count, count, self.end - len(packed), checksum, right=True))
-
-    def add_state(self, length: int, state: NDArray[np.uint8]) -> None:
-        """Append the running state after `length` positions. Raises OSError, with the file as before."""
-        assert 0 < length <= self.length
-        assert len(state) == self._layout.state_bytes
-        checksum = zlib.crc32(state.data)
-        self._append(_RECORD.pack(_STATE, length, 0, checksum), b"", state)
-        self._has_state(_KeptState(length, self.end - len(state), checksum))
-
-    def _has_state(self, state: _KeptState) -> None:
-        self.states = sorted([*(s for s in self.states if s.length != state.length), state], key=lambda s: s.length)
-
-    def load_state(self, state: _KeptState, target: NDArray[np.uint8]) -> bool:
-        """Read a running state [state_bytes] u8; if it is damaged it is forgotten."""
-        right = _read(self.descriptor, target, state.offset) and zlib.crc32(target.data) == state.checksum
-        if not right:
-            self.states.remove(state)
-        return right
-
-    def cut(self, length: int) -> None:
-        """Append that `length` positions are left. Raises OSError, with the file as before."""
-        self._append(_RECORD.pack(_CUT, length, 0, 0), b"", np.empty(0, np.uint8))
-        self.length = length
-        self.drop(length)
-
-    def drop(self, length: int) -> None:
-        """Forget what lies behind the first `length` positions, here and not in the file."""
-        del self.ids[length:]
-        self.states = [state for state in self.states if state.length <= length]
-        while self.pieces and self.pieces[-1].start >= length:
-            self.pieces.pop()
-        if self.pieces:
-            self.pieces[-1].count = min(self.pieces[-1].count, length - self.pieces[-1].start)
-
-    def _added(self, ids: Sequence[int], piece: _Piece) -> None:
-        self.ids += ids
-        self.length += len(ids)
-        self.pieces.append(piece)
-
-    def _append(self, record: bytes, ids: bytes, packed: NDArray[np.uint8]) -> None:
-        check = zlib.crc32(ids, zlib.crc32(record, self._check))
-        head = record + _CHECK.pack(check) + ids
-        try:
-            _write(self.descriptor, [head, packed.data], self.end)
-        except OSError:
-            with contextlib.suppress(OSError):  # without it a reader finds the good end all the same
-                os.ftruncate(self.descriptor, self.end)
-            raise
-        self.end += len(head) + len(packed)
-        self._check = check
-
-    def read_heads(self) -> bool:
-        """Take in the records up to the end of the file, or to the first that is not whole and right: then False.
-
-        K/V are left for `load` to check. Raises OSError.
-        """
-        size = os.fstat(self.descriptor).st_size
-        while self.end < size and self._read_head(size):
-            pass
-        return self.end == size
-
-    def _read_head(self, size: int) -> bool:
-        head = os.pread(self.descriptor, _HEAD_BYTES + 4 * BLOCK_SIZE, self.end)
-        if len(head) < _HEAD_BYTES:
-            return False
-        kind, start, count, checksum = _RECORD.unpack_from(head)
-        ids = head[_HEAD_BYTES : _HEAD_BYTES + 4 * min(count, BLOCK_SIZE)]
-        check = zlib.crc32(ids, zlib.crc32(head[: _RECORD.size], self._check))
-        if len(ids) != 4 * count or _CHECK.unpack_from(head, _RECORD.size) != (check,):
-            return False
-        offset = self.end + _HEAD_BYTES + len(ids)
-        end = offset + count * self._layout.position_bytes
-        if kind == _ADD and start == self.length and 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE and end <= size:
-            piece = _Piece(start, count, count, offset, checksum, right=False)
-            self._added(np.frombuffer(ids, "<u4").tolist(), piece)
-        elif kind == _CUT and start <= self.length and count == 0:
-            self.length = start
-            self.drop(start)
-        elif kind == _STATE and 0 < start <= self.length and count == 0 and self._layout.state_bytes:
-            end = offset + self._layout.state_bytes
-            if end > size:
-                return False
-            self._has_state(_KeptState(start, offset, checksum))
-        else:
-            return False
-        self.end, self._check = end, check
-        return True
-
-    def load(self, piece: _Piece, block: NDArray[np.uint8], first: int, last: int) -> bool:
-        """Put the K/V of positions first .. last - 1 of a piece into their block; False if they are damaged."""
-        if first == piece.start and piece.count == BLOCK_SIZE:
-            # The block is this piece and nothing else: read it in place. It stays unreachable until it is right.
-            if not self._read(piece, block):
-                block.fill(0)  # attention relies on finite numbers, also where it does not look
-        else:
-            packed = np.empty(piece.total * self._layout.position_bytes, np.uint8)
-            if self._read(piece, packed):
-                slot = first % BLOCK_SIZE
-                self._layout.scatter(packed, first - piece.start, block, slot, slot + last - first)
-        return piece.right
-
-    def check(self, length: int, first: int = 0) -> bool:
-        """Look at what nobody has looked at of positions first .. length - 1; False if some had to be dropped."""
-        pieces = [p for p in self.pieces if p.start < length and p.start + p.count > first and not p.right]
-        if not pieces:
-            return True
-
-        def read(piece: _Piece) -> bool:
-            return self._read(piece, np.empty(piece.total * self._layout.position_bytes, np.uint8))
-
-        with ThreadPoolExecutor(usable_threads()) as threads:  # reading and checksums let go of the GIL
-            num_good = len(list(takewhile(bool, threads.map(read, pieces))))
-        if num_good < len(pieces):
-            self.drop(pieces[num_good].start)
-        return num_good == len(pieces)
-
-    def _read(self, piece: _Piece, target: NDArray[np.uint8]) -> bool:
-        """All bytes of a piece; False if they are not what was written."""
-        piece.right = _read(self.descriptor, target, piece.offset) and zlib.crc32(target.data) == piece.checksum
-        return piece.right
 
 
 class KVFile:
@@ -291,7 +86,7 @@ class KVFile:
         """Which other backend computed the K/V that the file had when it was opened; None: this one."""
         self._other: Identity | None = None  # of the K/V in a file that is of no use here, and may be elsewhere
         self._numerics = identity.numerics_version  # of the log
-        self._log: _Log | None = None  # None: the next save writes a new file
+        self._log: RecordLog | None = None  # None: the next save writes a new file
         self._closed = False
         self._paused: tuple[int, int] | None = None
         if descriptor is None:
@@ -343,14 +138,13 @@ class KVFile:
         assert pool.block_bytes == self.identity.layout.block_bytes
         table.make_room(length - first)
 
-        def load(piece: _Piece) -> bool:
+        def load(piece: Piece) -> bool:
             start, end = max(first, piece.start), min(length, piece.start + piece.count)
             with pool.editing(table.blocks[start // BLOCK_SIZE]) as block:
                 return log.load(piece, block, start, end)
 
         pieces = [p for p in log.pieces if p.start < length and p.start + p.count > first]
-        with ThreadPoolExecutor(usable_threads()) as threads:  # reading and checksums let go of the GIL
-            num_good = len(list(takewhile(bool, threads.map(load, pieces))))
+        num_good = num_first_good(load, pieces)
         good = length if num_good == len(pieces) else max(first, pieces[num_good].start)
         table.append(self.ids[first:good])
         if table.state is not None and pool.states is not None:
@@ -364,7 +158,7 @@ class KVFile:
             os.utime(log.descriptor)  # used now
         return len(table) - first
 
-    def _load_state(self, log: _Log, states: StatePool, running: RunningState, first: int, length: int) -> None:
+    def _load_state(self, log: RecordLog, states: StatePool, running: RunningState, first: int, length: int) -> None:
         """Give a table the last running state up to `length`, or an earlier one where that is damaged."""
         for state in [s for s in reversed(log.states) if first < s.length <= length]:
             try:
@@ -454,7 +248,7 @@ class KVFile:
         if identity.numerics_version != self.identity.numerics_version:
             self.maker = identity.maker
         self._numerics = identity.numerics_version
-        log = _Log(descriptor, identity.layout, header)
+        log = RecordLog(descriptor, identity.layout, header)
         whole = log.read_heads()
         self._log = log
         if not whole:
@@ -470,7 +264,7 @@ class KVFile:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _usable_log(self) -> _Log | None:
+    def _usable_log(self) -> RecordLog | None:
         """The log, if its file is where it was and has all of it; what a crash left behind its end is taken away."""
         if self._descriptor is not None and not is_at(self._descriptor, self.path):
             self._let_go()
@@ -483,16 +277,16 @@ class KVFile:
                 self._log = None
         return self._log
 
-    def _worth_rewriting(self, log: _Log, length: int, keep: int, states: set[int]) -> bool:
+    def _worth_rewriting(self, log: RecordLog, length: int, keep: int, states: set[int]) -> bool:
         """Whether more than half would be dead, or blocks in too many pieces, if the rest were appended."""
         kept = sum(piece.start < keep for piece in log.pieces)
         new = blocks_for(length) - keep // BLOCK_SIZE if length > keep else 0
         live = log.bytes_of(length, kept + new, len(states))
-        total = log.end + (_HEAD_BYTES if keep < log.length else 0) + log.bytes_of(length, new) - log.bytes_of(keep, 0)
+        total = log.end + (HEAD_BYTES if keep < log.length else 0) + log.bytes_of(length, new) - log.bytes_of(keep, 0)
         total += log.bytes_of(0, 0, len(states - {s.length for s in log.states})) - log.bytes_of(0, 0)
         return 2 * live < total or kept + new > MAX_PIECES * (blocks_for(length) + 1)
 
-    def _append(self, log: _Log, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
+    def _append(self, log: RecordLog, table: BlockTable, pool: KVPool, keep: int, sync: bool) -> Saved:
         before = log.end
         states = self._states_after(log, table, keep)
         self._leave_room(len(table) - keep, len(states - {s.length for s in log.states}))
@@ -535,7 +329,7 @@ class KVFile:
                 # No file when it was looked for; if there is one by now, its owner must not lose it.
                 self._descriptor = open_locked(self.path)
             numerics = self._numerics_of(table)
-            log = _Log.create(descriptor, replace(self.identity, numerics_version=numerics))
+            log = RecordLog.create(descriptor, replace(self.identity, numerics_version=numerics))
             self._add(log, table, pool)
             for state in [*old.states] if old is not None else []:
                 held = np.empty(self.identity.layout.state_bytes, np.uint8)
@@ -559,7 +353,7 @@ class KVFile:
     def _numerics_of(self, table: BlockTable) -> int:
         return SEVERAL if table.adopted else self.identity.numerics_version
 
-    def _add(self, log: _Log, table: BlockTable, pool: KVPool) -> None:
+    def _add(self, log: RecordLog, table: BlockTable, pool: KVPool) -> None:
         """Append what a log, which holds a start of the table, does not hold of it."""
         while log.length < len(table):
             start = log.length
@@ -568,7 +362,7 @@ class KVFile:
             block = pool.read(table.blocks[start // BLOCK_SIZE])
             log.add(table.ids[start:end], self.identity.layout.gather(block, slot, slot + end - start))
 
-    def _add_states(self, log: _Log, table: BlockTable, pool: KVPool) -> None:
+    def _add_states(self, log: RecordLog, table: BlockTable, pool: KVPool) -> None:
         """Append the running states that a log, which holds all positions of the table, does not have."""
         known = {state.length for state in log.states}
         for checkpoint in table.state.checkpoints if table.state is not None else ():
@@ -576,7 +370,7 @@ class KVFile:
                 log.add_state(checkpoint.length, pool.states.read(checkpoint.slot))
 
     @staticmethod
-    def _states_after(log: _Log | None, table: BlockTable, keep: int) -> set[int]:
+    def _states_after(log: RecordLog | None, table: BlockTable, keep: int) -> set[int]:
         """Lengths whose running states a file holds once `table` is saved, of which it has the first `keep` positions.
 
         Those that the table has, and of what the file had from earlier the last ones.
@@ -620,36 +414,3 @@ def _state(descriptor: int) -> tuple[int, int]:
     """Another one after every change, and after every opening by this program (it sets the permissions)."""
     info = os.fstat(descriptor)
     return info.st_size, info.st_ctime_ns
-
-
-def common_start(known: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    limit = min(len(known), len(wanted))
-    if known[:limit] == wanted[:limit]:
-        return limit
-    return next(i for i in range(limit) if known[i] != wanted[i])
-
-
-def _write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """All of the parts, one after another. Raises OSError."""
-    views = [memoryview(part) for part in parts if len(part)]
-    while views:
-        written = os.pwritev(descriptor, views, offset)
-        offset += written
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
-
-
-def _read(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
-    """Fill the target; False if the file does not have so much or cannot be read."""
-    view = target.data
-    with contextlib.suppress(OSError):
-        while view:
-            num_bytes = os.preadv(descriptor, [view], offset)
-            if num_bytes == 0:
-                return False
-            view, offset = view[num_bytes:], offset + num_bytes
-        return True
-    return False

@@ -1,24 +1,23 @@
-"""The parts of this package put together as an Engine, whatever computes the model (`backend.py`)."""
+"""The parts of this package put together as an Engine, whatever computes the model (`backend.py`).
+
+`loading.py` makes one from a file.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from engine.api import (
     Event,
     Finished,
-    KVType,
     Message,
-    ModelInfo,
     Notice,
     Prospect,
     Reply,
@@ -28,41 +27,26 @@ from engine.api import (
     TextDelta,
     ToolChoice,
 )
-from engine.backend import Backend, CpuBackend, StepModel, open_backend
+from engine.backend import Backend, CpuBackend, StepModel
 from engine.buffers import MAX_WANTED
 from engine.chat_template import ChatTemplate
-from engine.config import ModelConfig
-from engine.cpu import MAX_THREADS
-from engine.draft_model import DraftModel, check_vocabulary
-from engine.errors import ContextExceededError, EngineError, ModelError, ModelFileError, UsageError
+from engine.draft_model import DraftModel
+from engine.errors import ContextExceededError, EngineError, UsageError
 from engine.generate import Generation, Rows
-from engine.gguf_file import GGUFFile, open_gguf
+from engine.gguf_file import GGUFFile
 from engine.grammar import GrammarCompiler
 from engine.kept_files import CAP_BYTES, KeptFiles
-from engine.kv_cache import BLOCK_SIZE, BlockTable, blocks_for
-from engine.kv_folder import prepare
+from engine.kv_cache import BlockTable
 from engine.kv_layout import Identity
-from engine.memory import MemoryPlan, plan_memory
+from engine.memory import MemoryPlan
+from engine.model_info import describe
 from engine.reply_plan import plan_reply
 from engine.sampler import Sampler, log_probabilities
-from engine.scheduler import CLOSED, MAX_CONCURRENT, Scheduler
+from engine.scheduler import CLOSED, Scheduler
 from engine.sessions import Sessions
 from engine.speculate import Speculation, Speculator
-from engine.step import MAX_ROWS, to_batch
+from engine.step import to_batch
 from engine.tokenizer import Tokenizer
-
-Progress = Callable[[str, float], None]
-
-DEFAULT_SPECULATION: SpeculationMode = "ngram"
-"""Measured: copies several times as fast, ordinary questions no slower (docs/benchmarks.md)."""
-
-# `general.file_type` of a GGUF by number: LlamaFileType in gguf-py's constants.py.
-_FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
-    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S",
-    25: "IQ4_NL", 30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
-}  # fmt: skip
-
 
 _NO_TOOLS = (
     "the chat template of this model knows no tools: the system prompt tells of them and of a form for calls, and "
@@ -72,122 +56,6 @@ _NO_TOOLS = (
 
 class LocalEngine:
     """A loaded model that answers requests, several at once. Usable as a context manager."""
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        context_size: int | None,
-        threads: int | None,
-        kv_sessions: int,
-        chat_template: str | None,
-        progress: Progress | None,
-        speculation: SpeculationMode | None = None,
-        kv_folder: Path | None = None,
-        kv_cap_bytes: int = CAP_BYTES,
-        kv_type: KVType = "f16",
-        max_concurrent: int = 4,
-        prefill_chunk: int | None = None,
-        draft: Path | None = None,
-        from_disk: bool = False,
-        backend: str = "cpu",
-        device: str = "auto",
-    ) -> Self:
-        """See `engine.load`."""
-        if kv_sessions < 0:
-            raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
-        if speculation is not None and speculation not in get_args(SpeculationMode):
-            known = ", ".join(get_args(SpeculationMode))
-            raise UsageError(f"unknown speculation {speculation!r}; there is: {known}")
-        _check_draft_model(speculation, draft is not None)
-        if kv_type not in get_args(KVType):
-            raise UsageError(f"unknown type of K and V {kv_type!r}; there is: {', '.join(get_args(KVType))}")
-        if threads is not None and not 1 <= threads <= MAX_THREADS:
-            raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
-        if kv_cap_bytes < 0:
-            raise UsageError(f"the bytes of kept caches must be 0 or more, not {kv_cap_bytes}")
-        if not 1 <= max_concurrent <= MAX_CONCURRENT:
-            raise UsageError(f"max_concurrent must be between 1 and {MAX_CONCURRENT}, not {max_concurrent}")
-        if prefill_chunk is not None and not 1 <= prefill_chunk <= MAX_ROWS:
-            raise UsageError(f"prefill_chunk must be between 1 and {MAX_ROWS}, not {prefill_chunk}")
-        if kv_folder is not None and kv_sessions > 0:
-            prepare(kv_folder)
-        with ExitStack() as undo:
-            gguf = undo.enter_context(open_gguf(path))
-            tokenizer = _read_tokenizer(gguf)
-            template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, chat_template)
-            config = ModelConfig.from_gguf(gguf)
-            if tokenizer.vocab_size > config.vocab_size:
-                raise ModelFileError(
-                    f"{path.name}: the tokenizer has {tokenizer.vocab_size:,} tokens and the model only "
-                    f"{config.vocab_size:,}: the file's parts do not belong together"
-                )
-            place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk)
-            needs = [place.estimate(gguf, kv_type)]
-            draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
-            if draft_gguf is not None:
-                check_vocabulary(draft_gguf, gguf)
-                if ModelConfig.from_gguf(draft_gguf).state_bytes:
-                    raise UsageError(
-                        f"{draft_gguf.path.name} cannot guess for another model: it has layers with a running state, "
-                        "which would have to be taken back after every guess"
-                    )
-                needs.append(place.estimate(draft_gguf, "f16"))
-            plan = plan_memory(
-                name=path.name,
-                weight_bytes=sum(weight_bytes for weight_bytes, _ in needs),
-                block_bytes=sum(block_bytes for _, block_bytes in needs),
-                context_size=context_size,
-                train_context_size=config.train_context_size,
-                kv_sessions=kv_sessions,
-                available=place.available_memory(),
-                from_disk=from_disk,
-                # A draft model is in memory whole.
-                token_bytes=place.token_bytes(gguf) + sum(weight_bytes for weight_bytes, _ in needs[1:]),
-                state_bytes=config.state_bytes,
-            )
-            model = place.load(
-                gguf,
-                threads=threads,
-                max_rows=MAX_ROWS,
-                max_positions=plan.context_size,
-                kv_type=kv_type,
-                progress=progress,
-                from_disk=plan.from_disk,
-            )
-            undo.callback(model.close)
-            draft_model = None
-            if draft_gguf is not None:
-                draft_model = DraftModel.load(
-                    place,
-                    draft_gguf,
-                    vocab_size=tokenizer.vocab_size,
-                    threads=threads,
-                    num_blocks=plan.num_blocks,
-                    kv_sessions=max(1, kv_sessions),
-                    context_size=plan.context_size,
-                    progress=progress,
-                )
-                undo.callback(draft_model.close)
-                speculation = speculation or "model"
-            engine = cls(
-                gguf,
-                tokenizer,
-                template,
-                model,
-                plan,
-                kv_sessions,
-                speculation or DEFAULT_SPECULATION,
-                max_concurrent=max_concurrent,
-                prefill_chunk=prefill_chunk,
-                draft_model=draft_model,
-                backend=place,
-            )
-            if kv_folder is not None and kv_sessions > 0:
-                engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
-            undo.pop_all()
-            return engine
 
     def __init__(
         self,
@@ -206,11 +74,7 @@ class LocalEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.info = replace(
-            _model_info(gguf, tokenizer, template, model, plan, backend or CpuBackend()),
-            session_reuse=_session_reuse(kv_sessions, plan),
-            fewer_sessions=_num_fitting(kv_sessions, plan) < kv_sessions,
-        )
+        self.info = describe(gguf, tokenizer, template, model, plan, backend or CpuBackend(), kv_sessions)
         self._gguf = gguf
         self._model = model
         self._pool = model.new_pool(plan.num_blocks, plan.num_states, plan.num_checkpoints)
@@ -229,7 +93,7 @@ class LocalEngine:
     def keep_in(self, folder: Path, identity: Identity, cap_bytes: int = CAP_BYTES) -> None:
         """Keep conversations' caches in a prepared folder too, and bring back the last ones. Before the first request.
 
-        `load` calls it.
+        Loading calls it.
         """
         assert self._kv_sessions > 0
         assert self._scheduler.kept is None
@@ -252,7 +116,7 @@ class LocalEngine:
         """
         submitted = perf_counter()
         self._check_open()
-        _check_draft_model(request.speculation, self._speculator.model is not None)
+        check_draft_model(request.speculation, self._speculator.model is not None)
         prompt_ids = self._prompt_ids(request)
         self._check_ids(request.sampling.logit_bias, "the logit bias")
         if len(prompt_ids) >= self.info.context_size:
@@ -435,7 +299,8 @@ class LocalEngine:
             raise EngineError(CLOSED)
 
 
-def _check_draft_model(speculation: SpeculationMode | None, has_model: bool) -> None:
+def check_draft_model(speculation: SpeculationMode | None, has_model: bool) -> None:
+    """Raises UsageError where guesses are asked for from a smaller model and there is none."""
     if speculation == "model" and not has_model:
         raise UsageError(
             "speculation 'model' needs a smaller model that guesses (--draft MODEL, draft= in the library)"
@@ -458,76 +323,3 @@ def _request(
         top_logprobs=top_logprobs,
         conversation=conversation,
     )
-
-
-def _read_tokenizer(gguf: GGUFFile) -> Tokenizer:
-    """Its errors name the file, of which the tokenizer sees only the metadata."""
-    try:
-        return Tokenizer.from_gguf(gguf.metadata)
-    except ModelError as error:
-        raise type(error)(f"{gguf.path.name}: {error}") from error
-
-
-def _model_info(
-    gguf: GGUFFile,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    model: StepModel,
-    plan: MemoryPlan,
-    backend: Backend,
-) -> ModelInfo:
-    config = model.config
-    return ModelInfo(
-        name=config.name,
-        architecture=config.architecture,
-        quantization=_quantization(gguf),
-        num_parameters=sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
-        num_layers=config.num_layers,
-        vocab_size=config.vocab_size,
-        context_size=plan.context_size,
-        train_context_size=config.train_context_size,
-        kv_bytes_per_token=model.kv_block_bytes // BLOCK_SIZE,
-        state_bytes=config.state_bytes,
-        state_slots=plan.num_states,
-        weight_bytes=model.weight_bytes,
-        backend=backend.name,
-        kernels=model.kernels,
-        threads=model.threads,
-        kv_type=model.kv_type,
-        identity=gguf.content_hash(),
-        notices=(*tokenizer.notices, *template.notices, *backend.notices, *plan.notices),
-    )
-
-
-def _session_reuse(kv_sessions: int, plan: MemoryPlan) -> str:
-    """How many conversations stay in memory; both numbers where not so many full ones fit."""
-    if kv_sessions == 0:
-        return "session reuse: off"
-    fit = _num_fitting(kv_sessions, plan)
-    if fit < kv_sessions:
-        return (
-            f"session reuse: on ({fit} of {kv_sessions} conversations kept prefilled; "
-            f"memory has no room for more of {plan.context_size:,} tokens)"
-        )
-    return f"session reuse: on ({_count(fit)} kept prefilled)"
-
-
-def _num_fitting(kv_sessions: int, plan: MemoryPlan) -> int:
-    """Conversations of a full context that memory has room for, at most as many as are wanted."""
-    fit = min(kv_sessions, plan.num_blocks // blocks_for(plan.context_size))
-    return min(fit, plan.num_states - 2) if plan.num_states else fit  # the one that runs has two
-
-
-def _count(conversations: int) -> str:
-    return "1 conversation" if conversations == 1 else f"{conversations} conversations"
-
-
-def _quantization(gguf: GGUFFile) -> str:
-    """What the file says it is, else the type that most of its bytes have."""
-    named = gguf.metadata.get("general.file_type")
-    if isinstance(named, int) and named in _FILE_TYPES:
-        return _FILE_TYPES[named]
-    sizes: Counter[str] = Counter()
-    for tensor in gguf.tensors.values():
-        sizes[tensor.type.name] += tensor.nbytes
-    return sizes.most_common(1)[0][0]

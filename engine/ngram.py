@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.sessions import common_start
+from engine.kv_cache import common_start
 
 ORDERS = (1, 2, 4, 8, 16)
 """Lengths of the runs that are indexed. What lies between is found by comparing backwards."""

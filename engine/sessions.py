@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.kv_cache import BlockTable, CacheFullError, KVPool, StatesFullError
+from engine.kv_cache import BlockTable, CacheFullError, KVPool, StatesFullError, common_start
 
 Evicted = Callable[[str, BlockTable], None]
 """Called with a conversation's name and its table before the table's blocks are given back."""
@@ -151,14 +151,3 @@ class Sessions:
             self.evicted(idle, table)
         table.release()
         return True
-
-
-def common_start(known: Sequence[int], wanted: Sequence[int], limit: int) -> int:
-    """How many ids both begin with, at most `limit`."""
-    limit = min(limit, len(known), len(wanted))
-    step = 256  # slices are compared in C; the one that differs is walked
-    for start in range(0, limit, step):
-        stop = min(start + step, limit)
-        if list(known[start:stop]) != list(wanted[start:stop]):
-            return next(i for i in range(start, stop) if known[i] != wanted[i])
-    return limit

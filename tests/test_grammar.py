@@ -237,7 +237,7 @@ def nested(levels: int) -> dict[str, Any]:
         ),
         ({"type": "string", "pattern": "^(?=a)b$"}, "look-around"),
         ({"patternProperties": {"^(?=a)b$": {"type": "integer"}}}, "look-around"),
-        ({"type": ["string", "nul"]}, '"type" "nul" is unknown; there is: string, number'),
+        ({"type": ["string", "nul"]}, '"type" "nul" is unknown; choose from: string, number'),
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"$ref": "https://example.org/x.json"}, "outside of the schema"),
         ({"$ref": "#"}, "nothing is valid"),

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_conversations import ODD, SMALL, Conversation, identity, restored
 from tiny_models import write_tiny_model
 
-from engine import kv_file
+from engine import kv_records
 from engine.api import KVType
 from engine.config import ModelConfig
 from engine.gguf_file import open_gguf
@@ -487,7 +487,7 @@ def test_the_order_in_which_records_are_read_does_not_matter(
         conversation.table.truncate(40)
         conversation.add(range(500, 524))
         assert not file.save(conversation.table, conversation.pool).rewritten
-    monkeypatch.setattr(kv_file, "ThreadPoolExecutor", Backwards)
+    monkeypatch.setattr(kv_records, "ThreadPoolExecutor", Backwards)
     assert restored(path) == (conversation.table.ids, None)
     path.write_bytes(whole)
     assert len(restored(path)[0]) == 130

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
-from engine.sessions import Sessions, common_start
+from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool, common_start
+from engine.sessions import Sessions
 
 SYSTEM = list(range(1000, 1007))  # a short start that the chat template puts on every prompt
 

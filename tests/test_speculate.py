@@ -521,9 +521,9 @@ def test_the_engine_s_choice_counts_unless_the_request_says_otherwise(tmp_path: 
         assert (
             finished(list(engine.generate(Request(**request, speculation="ngram")))).stats.undrafted_steps is not None
         )
-    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram, model"):
+    with pytest.raises(UsageError, match="unknown speculation 'fast'; choose from: off, ngram, model"):
         load(path, speculation="fast")
-    with pytest.raises(UsageError, match="unknown speculation 'fast'; there is: off, ngram, model"):
+    with pytest.raises(UsageError, match="unknown speculation 'fast'; choose from: off, ngram, model"):
         Request(**request, speculation="fast")
 
 

@@ -15,10 +15,9 @@ from engine.config import ModelConfig
 from engine.errors import UsageError
 from engine.generate import Rows
 from engine.gguf_file import open_gguf
-from engine.kv_cache import BlockTable
+from engine.kv_cache import BlockTable, common_start
 from engine.memory import available_memory, plan_memory
 from engine.model import Model
-from engine.sessions import common_start
 from engine.step import MAX_ROWS, PrefillPace, to_batch
 from goinfer_chat.bench.work import Work
 

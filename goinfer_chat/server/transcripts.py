@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.api import Message, Reply
-from engine.sessions import common_start
+from engine.kv_cache import common_start
 
 MAX_CONVERSATIONS = 256
 MAX_IDS = 2_000_000
