@@ -27,6 +27,8 @@ from test_forward import Runner, running, tokens
 from tiny_models import write_tiny_model
 
 from engine import running_state
+from engine.backend import open_backend
+from engine.gguf_file import open_gguf
 from engine.kv_cache import BlockTable, KVPool, StatePool, StatesFullError
 from engine.kv_file import KVFile
 from engine.kv_layout import Identity
@@ -175,9 +177,17 @@ def test_without_a_free_slot_checkpoints_give_way_and_then_it_is_said() -> None:
 
 
 # ---------------------------------------------------------------- what is in them
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     path = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny.gguf", "qwen35", **SIZES)
+    if request.param == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'goinfer-chat[torch]'")
+        with open_gguf(path) as gguf:
+            place = open_backend("torch", "cpu", gguf, "f16")
+            model: Any = place.load(gguf, threads=1, max_rows=512, max_positions=512, kv_type="f16", progress=None)
+            yield Runner(model, model.new_pool(400, 24, 6))
+            model.close()
+        return
     with running(path, threads=2, blocks=400, positions=512) as opened:
         yield opened
 

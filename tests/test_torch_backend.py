@@ -33,6 +33,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 from engine.torch_backend import device as devices  # noqa: E402
 from engine.torch_backend import weights  # noqa: E402
+from engine.torch_backend.delta import runs_of_tile  # noqa: E402
 from engine.torch_backend.dequantize import dequantize as dequantize_in_torch  # noqa: E402
 from engine.torch_backend.kv import DevicePool  # noqa: E402
 from engine.torch_backend.matrices import Form  # noqa: E402
@@ -243,6 +244,22 @@ def test_steps_across_parts_of_512_positions_do_not_show(
             found = [runner.feed(table, ids[:late], 64, probes)[:-1]] if late else []
             assert_same_bits(np.concatenate([*found, runner.feed(table, ids[late:], chunk, probes)]), expected)
             table.release()
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_runs_leave_in_each_slot_the_rows_up_to_its_end(size: int) -> None:
+    """Whatever tiles a step is cut into; segments without rows are copies."""
+    states = np.array([[(0, 0), (1, 5), (2, 9)], [(3, 1), (4, 1), (5, 4)], [(6, 2), (6, 2), (6, 2)]])
+    tables = np.repeat([0, 1, 2], [9, 4, 2])
+    slots = [[f"before {slot}"] for slot in range(7)]
+    for first in range(0, len(tables), size):
+        last = min(first + size, len(tables))
+        for run in runs_of_tile(tables, states, first, last):
+            slots[run.target] = [*slots[run.source], *map(str, range(first + run.first, first + run.last))]
+    rows = [str(row) for row in range(15)]
+    assert slots[:3] == [["before 0", *rows[:end]] for end in (0, 5, 9)]
+    assert slots[3:6] == [["before 3", *rows[9:end]] for end in (10, 10, 13)]
+    assert slots[6] == ["before 6", *rows[13:]]
 
 
 # ---------------------------------------------------------------- the cache of a device
