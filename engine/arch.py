@@ -107,6 +107,7 @@ class ArchSpec:
             "scaled logits": self.logits_multiplied,
             "experts, where the file has them": self.experts == "maybe",
             "experts": self.experts == "yes",
+            "a shared expert, where the file has one": self.shared_expert == "maybe",
             "a shared expert": self.shared_expert == "gated",
             "scores that grow with the position": self.temperatures,
             "layers with a running state": self.delta_layers,

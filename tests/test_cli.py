@@ -24,7 +24,7 @@ from engine.arch import ARCHITECTURES
 from engine.errors import OutOfMemoryError, UsageError
 from engine.kernels.formats import FORMATS
 from goinfer_chat.loading import load_engine
-from goinfer_chat.models.supported import as_markdown
+from goinfer_chat.models.supported import as_markdown, as_text
 from goinfer_chat.resolving import resolve
 from goinfer_chat.settings import SETTINGS, Setting, Settings
 from goinfer_chat.terminal import Stream
@@ -423,6 +423,19 @@ def test_models_supported_lists_every_architecture_and_tensor_type(program) -> N
     assert next(line for line in lines if line.startswith("gemma2")).endswith("soft caps, scaled embeddings")
     types = next(line for line in lines if line.startswith("tensor types")).split()[2:]
     assert set(types) == {kind.name for kind in FORMATS}
+
+
+def test_models_supported_has_all_of_the_matrix_on_a_narrow_terminal_too() -> None:
+    found = as_text(60)
+    rows = found.partition("\n\n")[0].splitlines()
+    assert max(map(len, rows)) <= 60
+    assert rows[0] == "all: reuse yes, speculation yes, tools template, thinking"
+    assert [row.split(":")[0] for row in rows if not row.startswith((" ", "all:"))] == list(ARCHITECTURES)
+    words = " ".join(" ".join(rows).split())
+    for spec in ARCHITECTURES.values():
+        assert f"{spec.name}: {spec.models} checkpoints {'yes' if spec.is_recurrent else 'not needed'}; " in words
+        assert ", ".join(spec.traits) in words
+    assert as_text(1000) == as_text()
 
 
 def test_models_supported_as_json_has_the_same_matrix(program) -> None:

@@ -44,7 +44,8 @@ def show_supported(out: Stream, *, as_json: bool = False) -> int:
     """What kinds of models run, out of the engine's own tables. Returns the exit code."""
     from goinfer_chat.models import supported
 
-    out.line(json.dumps(supported.as_json(), indent=2) if as_json else supported.as_text())
+    room = out.size[0] if out.terminal else None
+    out.line(json.dumps(supported.as_json(), indent=2) if as_json else supported.as_text(room))
     return 0
 
 

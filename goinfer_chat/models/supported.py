@@ -6,6 +6,8 @@ docs/architectures.md is this too: `python -m goinfer_chat.models.supported > do
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -92,12 +94,29 @@ def as_json() -> dict[str, Any]:
     return {"architectures": [asdict(row) for row in architectures()], **lists()}
 
 
-def as_text() -> str:
-    """For a terminal."""
+def as_text(room: int | None = None) -> str:
+    """For a terminal. `room`: its columns; where the table is wider, each row becomes a few lines."""
     rows = [_COLUMNS, *map(_cells, architectures())]
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if room is not None and max(map(len, table)) > room:
+        table = _narrow(rows[1:], max(room, 24))
     return "\n".join([*table, "", *(f"{_TITLES[what]:<15}{' '.join(names)}" for what, names in lists().items()), _ALL])
+
+
+def _narrow(rows: Sequence[tuple[str, ...]], room: int) -> list[str]:
+    """What is the same for all rows once, and of each row its name, its models, and what else is in it below them."""
+    same = {n for n, column in enumerate(zip(*rows)) if len(set(column)) == 1}
+
+    def facts(row: tuple[str, ...], of_all: bool) -> str:
+        return ", ".join(f"{_COLUMNS[n]} {row[n]}" for n in range(2, len(row) - 1) if (n in same) is of_all)
+
+    found = textwrap.wrap(f"all: {facts(rows[0], True)}", room, subsequent_indent="  ")
+    for row in rows:
+        found += textwrap.wrap(f"{row[0]}: {row[1]}", room, subsequent_indent="  ")
+        below = f"{facts(row, False)}; special about it: {row[-1]}"
+        found += textwrap.wrap(below, room, initial_indent="  ", subsequent_indent="  ")
+    return found
 
 
 def as_markdown() -> str:
