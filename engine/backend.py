@@ -157,8 +157,19 @@ class CpuBackend:
             return loaded(False)
 
 
-def open_backend(name: str, device: str, gguf: GGUFFile, kv_type: KVType, *, from_disk: bool = False) -> Backend:
-    """The backend of this name, for a model. Raises UsageError, also for a device that is not there."""
+def open_backend(
+    name: str,
+    device: str,
+    gguf: GGUFFile,
+    kv_type: KVType,
+    *,
+    from_disk: bool = False,
+    draft: GGUFFile | None = None,
+) -> Backend:
+    """The backend of this name, for a model, and for one that guesses for it.
+
+    Raises UsageError, also for a device that is not there, and OutOfMemoryError for one that cannot hold them.
+    """
     if name not in BACKENDS:
         raise UsageError(f"unknown backend {name!r}; choose from: {', '.join(BACKENDS)}")
     if device not in DEVICES:
@@ -171,4 +182,4 @@ def open_backend(name: str, device: str, gguf: GGUFFile, kv_type: KVType, *, fro
         raise UsageError("the torch backend holds all weights in memory; from-disk is for the cpu backend")
     from engine.torch_backend import open_torch
 
-    return open_torch(device, gguf, kv_type)
+    return open_torch(device, gguf, kv_type, draft)

@@ -57,11 +57,12 @@ def load_engine(
         tokenizer = _read_tokenizer(gguf)
         template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, chat_template)
         config = _read_config(gguf, tokenizer)
-        place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk)
-        needs = [place.estimate(gguf, kv_type)]
         draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
         if draft_gguf is not None:
             _check_draft_file(draft_gguf, gguf)
+        place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk, draft=draft_gguf)
+        needs = [place.estimate(gguf, kv_type)]
+        if draft_gguf is not None:
             needs.append(place.estimate(draft_gguf, "f16"))
         plan = plan_memory(
             name=path.name,

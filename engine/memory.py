@@ -26,7 +26,9 @@ MOST_CHECKPOINTS = 8
 
 STATE_BYTES = 2**30
 """What running states may take in all, and at most a quarter of what is free beside the weights: two for a conversation
-that runs, and those of its past. Fewer than three are of no use."""
+that runs, and those of its past. Fewer than LEAST_STATES are of no use."""
+
+LEAST_STATES = 3
 
 _RESERVED = 256 * 2**20  # for the interpreter, compiled code, one step's activations and logits
 _RESERVED_ADDRESSES = 512 * 2**20  # threads reserve address space (stacks, malloc arenas) that they hardly use
@@ -132,7 +134,7 @@ def _states(state_bytes: int, kv_sessions: int, free: int | None) -> tuple[int, 
         return 0, 0
     conversations = max(1, kv_sessions)
     budget = STATE_BYTES if free is None else min(STATE_BYTES, free // 4)
-    slots = max(3, min(conversations * (MOST_CHECKPOINTS + 2), budget // state_bytes))
+    slots = max(LEAST_STATES, min(conversations * (MOST_CHECKPOINTS + 2), budget // state_bytes))
     return slots, max(1, min(MOST_CHECKPOINTS, slots // conversations - 2))
 
 

@@ -55,7 +55,7 @@ class UnloadedModel:
         self.identity = gguf.content_hash()
         self._gguf = gguf
         self._template = ChatTemplate.from_gguf(gguf.metadata, Tokenizer.from_gguf(gguf.metadata), chat_template)
-        self._folder = kv_folder if not config.state_bytes else None  # running states are not kept in files
+        self._folder = kv_folder
         self._kv_identity = Identity.of(config, self.identity, kv_type)
 
     def foresee(self, request: Request) -> Prospect:

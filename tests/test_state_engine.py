@@ -16,6 +16,7 @@ from engine import load, running_state
 from engine.api import Finished, Message, Notice, Reply, Request, SamplingParams
 from engine.errors import UsageError
 from engine.local import LocalEngine
+from engine.unloaded import UnloadedModel
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -194,6 +195,20 @@ def test_a_restart_goes_on_where_the_conversation_stood_and_undo_works_there_too
     assert reply.ids == cold(start, other).ids
     assert reply.stats.prefill_tokens is not None
     assert reply.stats.prefill_tokens < 45
+
+
+def test_what_a_prompt_would_cost_is_known_before_the_model_is_loaded(
+    start: Start, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["start"] != "cpu":
+        pytest.skip("without PyTorch nobody can say which file of a conversation is its own")
+    engine = start(kv_folder=tmp_path / "kept")
+    follow = [*talk(engine, ["one", "two"]), user("three")]
+    engine.close()
+    with UnloadedModel.open(model, context_size=1024, kv_folder=tmp_path / "kept") as unloaded:
+        foreseen = unloaded.foresee(Request(messages=tuple(follow), conversation="work"))
+    stats = answer(start(kv_folder=tmp_path / "kept"), follow).stats
+    assert foreseen.reused_tokens == stats.prefill_reused_tokens == stats.restored_tokens
 
 
 def test_few_slots_cost_what_was_kept_and_no_words(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tiny_models import random_blocks, write_tiny_model
 
 import engine
 from engine.api import KVType, Message, SamplingParams
+from engine.config import ModelConfig
 from engine.errors import OutOfMemoryError, UnsupportedModelError, UsageError
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kv_cache import KVPool
@@ -343,6 +344,17 @@ def test_the_form_of_weights_is_the_best_that_fits(tiny: Callable[..., Path], mo
         found = devices.choose("auto", gguf, "f16")
         assert found.device is cpu
         assert "has no room for the model" in found.notices[0]
+        # A model that guesses beside it has to fit too, with a context of its own.
+        for free[0], form in ((2 * half, "f16"), (2 * half - 1, "blocks")):
+            assert devices.choose("auto", gguf, "f16", gguf).form == form
+        free[0] = half
+        assert devices.choose("auto", gguf, "f16", gguf).device is cpu
+    free[0] = 0
+    with open_gguf(tiny("qwen35")) as gguf:
+        states = 3 * ModelConfig.from_gguf(gguf).state_bytes
+        least = devices.weight_bytes(gguf, "blocks") + 8 * devices.block_bytes(gguf, "f16") + states
+        for free[0], device in ((least, gpu), (least - 1, cpu)):
+            assert devices.choose("auto", gguf, "f16").device is device
 
 
 # ---------------------------------------------------------------- the engine on it

@@ -13,8 +13,8 @@ from engine.gguf_file import GGUFFile
 INSTALL = "pip install 'goinfer-chat[torch]'"
 
 
-def open_torch(device: str, gguf: GGUFFile, kv_type: KVType) -> Backend:
-    """The backend for a model on `auto`, `cpu`, `cuda` or `mps`.
+def open_torch(device: str, gguf: GGUFFile, kv_type: KVType, draft: GGUFFile | None = None) -> Backend:
+    """The backend for a model, and one that guesses for it, on `auto`, `cpu`, `cuda` or `mps`.
 
     Raises UsageError where torch or the device is missing, OutOfMemoryError where the device cannot hold the model.
     """
@@ -24,4 +24,4 @@ def open_torch(device: str, gguf: GGUFFile, kv_type: KVType) -> Backend:
         raise UsageError(f"--backend torch needs PyTorch, which is not installed: {INSTALL}") from error
     from engine.torch_backend.device import choose
 
-    return choose(device, gguf, kv_type)
+    return choose(device, gguf, kv_type, draft)

@@ -13,11 +13,10 @@ from engine.api import KVType
 from engine.backend import StepModel
 from engine.errors import OutOfMemoryError, UsageError
 from engine.gguf_file import GGUFFile
-from engine.kv_cache import blocks_for
 from engine.kv_layout import MAKERS, numerics_of
-from engine.memory import LEAST_CONTEXT, available_memory
+from engine.memory import available_memory
 from engine.torch_backend.matrices import Form
-from engine.torch_backend.sizes import block_bytes, weight_bytes
+from engine.torch_backend.sizes import block_bytes, least_bytes, weight_bytes
 
 _RESERVED: Final = 768 * 2**20
 """Of a GPU, for what is not weights or K/V: the libraries' own memory, one step's activations, dequantized strips."""
@@ -129,19 +128,20 @@ class TorchBackend:
         )
 
 
-def choose(name: str, gguf: GGUFFile, kv_type: KVType) -> TorchBackend:
-    """For a model; `auto` takes a GPU that holds it, else the CPU.
+def choose(name: str, gguf: GGUFFile, kv_type: KVType, draft: GGUFFile | None = None) -> TorchBackend:
+    """For a model, and one that guesses for it; `auto` takes a GPU that holds them, else the CPU.
 
     Raises UsageError for a device that is not there, OutOfMemoryError for one that cannot hold the model.
     """
     if name != "auto":
         found = device(name)
-        form = _form(found, gguf, kv_type)
+        form = _form(found, gguf, kv_type, draft)
         if form is None and found.torch.type != "cpu":
-            needed, free = weight_bytes(gguf, found.forms[-1]) / 1e9, (found.available_memory() or 0) / 1e9
+            needed, free = _needed(found.forms[-1], gguf, kv_type, draft) / 1e9, (found.available_memory() or 0) / 1e9
+            beside = f" with {draft.path.name} beside it" if draft else ""
             raise OutOfMemoryError(
-                f"{gguf.path.name} needs {needed:,.1f} GB of the memory of {found.title} even as it is in the file, "
-                f"and {max(free, 0):,.1f} GB are free; choose a smaller model, or --backend cpu"
+                f"{gguf.path.name}{beside} would take {needed:,.1f} GB of the memory of {found.title} even with its "
+                f"weights as in the file, and {max(free, 0):,.1f} GB are free; choose a smaller model, or --backend cpu"
             )
         return TorchBackend(found, form or "f32")
     why = "there is no GPU that PyTorch can use"
@@ -150,15 +150,18 @@ def choose(name: str, gguf: GGUFFile, kv_type: KVType) -> TorchBackend:
             found = device(kind)
         except UsageError:
             continue
-        form = _form(found, gguf, kv_type)
+        form = _form(found, gguf, kv_type, draft)
         if form is not None:
             return TorchBackend(found, form)
         why = f"{found.title} has no room for the model"
     return TorchBackend(device("cpu"), "f32", (f"{why}: PyTorch computes on the CPU; --backend cpu is faster there",))
 
 
-def _form(found: Device, gguf: GGUFFile, kv_type: KVType) -> Form | None:
+def _form(found: Device, gguf: GGUFFile, kv_type: KVType, draft: GGUFFile | None) -> Form | None:
     """The first form of the weights that leaves room for a small context."""
     free = found.available_memory()
-    context = blocks_for(LEAST_CONTEXT) * block_bytes(gguf, kv_type)
-    return next((f for f in found.forms if free is None or weight_bytes(gguf, f) + context <= free), None)
+    return next((f for f in found.forms if free is None or _needed(f, gguf, kv_type, draft) <= free), None)
+
+
+def _needed(form: Form, gguf: GGUFFile, kv_type: KVType, draft: GGUFFile | None) -> int:
+    return least_bytes(gguf, form, kv_type) + (least_bytes(draft, form, "f16") if draft else 0)
