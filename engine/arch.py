@@ -1,7 +1,7 @@
 """Architectures as data: one row each.
 
 A row says only what cannot be read from the file: how heads are rotated, which norms there are, the activation
-function. Sizes, biases and tied embeddings are the file's. docs/architecture.md says how to add a row.
+function. Sizes, biases and tied embeddings are the file's. docs/adding-a-model.md says how to add a row.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ on the channel commentary without a recipient goes with the reasoning: the model
 from __future__ import annotations
 
 import re
-from typing import Literal
 
-from engine.reply_parts import Kind, Part
+from engine.reply_parts import Kind, Part, PartSorter
 from engine.reply_plan import CHANNEL_MARKERS, ReplyPlan
 from engine.stop_strings import overlap
 
@@ -21,59 +20,37 @@ _HEADER_STARTS = (CHANNEL, START, "to=")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
-class ChannelParts:
-    """As `ReplyParts`. What has been given out is never taken back."""
+class ChannelParts(PartSorter):
+    """Of a model that sends messages on channels."""
 
     def __init__(self, plan: ReplyPlan) -> None:
-        self._plan = plan
-        self._held = ""
-        self._end = 0  # characters taken in
-        self._state: Literal["header", "thinking", "text", "call"] = "header"
-        self.bare: tuple[str, int] | None = None
-        """Of a call: the tool, and where in `call_text` its arguments begin."""
-        self.call_text = ""
-        """As the model's form of calls has it; "" where there is no call."""
-
-    @property
-    def in_call(self) -> bool:
-        return self._state == "call"
-
-    @property
-    def in_thinking(self) -> bool:
-        return self._state == "thinking"
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that are decided by now."""
-        self._end += len(text)
-        self._held += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
+        super().__init__(plan)
+        self._state = "header"
 
     def finish(self) -> list[Part]:
         """Nothing follows: what was held back is what it looks like. A header alone says nothing."""
         parts: list[Part] = []
         if self._state in ("thinking", "text"):
-            self._give(parts, len(self._held))
+            self._give(parts, self._kind, len(self._held))
         self._held = ""
         return parts
 
-    def _step(self, parts: list[Part]) -> bool:
-        """Decide about the start of what is held; True if there may be more to decide."""
-        if self._state == "call":
-            self.call_text += self._held
-            self._held = ""
-            return False
+    @property
+    def _kind(self) -> Kind:
+        """Of the message whose header was read last."""
+        return "thinking" if self._state == "thinking" else "text"
+
+    def _decide(self, parts: list[Part]) -> bool:
         if self._state == "header":
             return self._header()
         ends = [at for marker in (END, START, CHANNEL) if (at := self._held.find(marker)) >= 0]
         if ends:
-            self._give(parts, min(ends))
+            self._give(parts, self._kind, min(ends))
             self._held = self._held.removeprefix(END)
             self._state = "header"
             return True
-        self._give(parts, len(self._held) - max(overlap(self._held, marker) for marker in (END, START, CHANNEL)))
+        held_back = max(overlap(self._held, marker) for marker in (END, START, CHANNEL))
+        self._give(parts, self._kind, len(self._held) - held_back)
         return False
 
     def _header(self) -> bool:
@@ -95,9 +72,3 @@ class ChannelParts:
         else:
             self._state = "thinking"
         return True
-
-    def _give(self, parts: list[Part], length: int) -> None:
-        if length:
-            text, self._held = self._held[:length], self._held[length:]
-            kind: Kind = "thinking" if self._state == "thinking" else "text"
-            parts.append(Part(kind, text, self._end - len(self._held)))

@@ -10,7 +10,7 @@ import numpy as np
 from engine.arch import ARCHITECTURES, NOT_YET
 from engine.config import DeltaSizes, Experts, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
-from engine.gguf_file import GGUFFile
+from engine.gguf_file import GGUFFile, shown
 from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
 from engine.quant import dequantize
 from engine.rope import yarn_magnitude
@@ -31,10 +31,9 @@ class ConfigReader:
         if not isinstance(name, str):
             raise ModelFileError(f"{self.file}: general.architecture is missing, so this is not a language model")
         if name not in ARCHITECTURES:
-            shown = "".join(c for c in name if c.isprintable())[:64]
             why = f" ({NOT_YET[name]})" if name in NOT_YET else ""
             raise UnsupportedModelError(
-                f"{self.file}: architecture {shown} is not supported{why}; "
+                f"{self.file}: architecture {shown(name)} is not supported{why}; "
                 f"goinfer-chat models --supported lists the {len(ARCHITECTURES)} that are"
             )
         self.arch = ARCHITECTURES[name]
@@ -179,7 +178,7 @@ class ConfigReader:
         elif not sizes.layers or len(sizes.layers) == layers:
             unsupported = "layers of one kind only (some with a running state, some with attention)"
         if unsupported:
-            raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+            raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
         return sizes
 
     def _check_sizes(
@@ -205,7 +204,7 @@ class ConfigReader:
             sizes = ", ".join(map(str, (hidden, heads * head_dim, *ffn_sizes)))
             unsupported = f"layer sizes {sizes} (multiples of 32)"
         if unsupported:
-            raise UnsupportedModelError(f"{self.file}: {unsupported}: the cpu backend cannot run it")
+            raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
 
     def _rotates_all_pairs(self) -> bool:
         """Whether a text's positions reach every rotated pair where pairs have those in an image too (IM-RoPE)."""

@@ -114,7 +114,7 @@ class Generation:
         self._known = min(table.num_known, self._num_prompt - 1)  # that have K/V, if not a state to go on from
         self._num_recomputed = 0
         table.mark([*message_ends(prompt_ids, tokenizer.end_ids), self._num_prompt - 1])
-        self.put_back = False
+        self.gave_way = False
         """It gave its K/V back for others to go on."""
         self.error: Exception | None = None
         """Why it cannot go on."""
@@ -124,7 +124,7 @@ class Generation:
         """Finished, and every id of the reply has K/V: the next turn reuses all of it."""
         if self.finish_reason is None:
             return False
-        return self.put_back or len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
+        return self.gave_way or len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
 
     @property
     def remaining(self) -> int:
@@ -136,7 +136,7 @@ class Generation:
         self._given_up_to = len(self.ids)
         self.table.truncate(0)
         self._known = 0
-        self.put_back = True
+        self.gave_way = True
 
     @property
     def behind(self) -> bool:

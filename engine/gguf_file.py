@@ -65,7 +65,7 @@ class TensorInfo:
     """In bytes from the start of that file."""
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A name out of a file, safe to show: one line, no control characters, not too long."""
     escaped = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
     return (escaped if len(escaped) <= 80 else escaped[:77] + "...") or "''"
@@ -88,7 +88,7 @@ class _Header:
         self._read_tensors(num_tensors, shard)
 
     def error(self, cause: str) -> ModelFileError:
-        return ModelFileError(f"{_shown(self.path.name)}: {cause}")
+        return ModelFileError(f"{shown(self.path.name)}: {cause}")
 
     def cut(self, what: str) -> ModelFileError:
         return self.error(f"the file ends inside {what} (it has {self.size:,} bytes): cut or damaged; fetch it again")
@@ -138,10 +138,10 @@ class _Header:
         self._position = 4
         version = self._u32("its header")
         if version & 0xFFFF == 0:
-            raise UnsupportedModelError(f"{_shown(self.path.name)}: big-endian GGUF files are not supported")
+            raise UnsupportedModelError(f"{shown(self.path.name)}: big-endian GGUF files are not supported")
         if version not in VERSIONS:
             raise UnsupportedModelError(
-                f"{_shown(self.path.name)}: GGUF version {version} is not supported; supported: 2, 3"
+                f"{shown(self.path.name)}: GGUF version {version} is not supported; supported: 2, 3"
             )
         num_tensors, num_keys = self._u64("its header"), self._u64("its header")
         # No key takes less than 13 bytes and no tensor less than 32.
@@ -154,13 +154,13 @@ class _Header:
         for index in range(num_keys):
             key = self._text(f"metadata key {index}", MAX_NAME_BYTES)
             if key in self.metadata:
-                raise self.error(f"metadata key {_shown(key)} is there twice")
+                raise self.error(f"metadata key {shown(key)} is there twice")
             start = self._position
             self.metadata[key] = self._value(key)
             self.spans[key] = (start, self._position)
 
     def _value(self, key: str) -> MetadataValue:
-        what = f"metadata key {_shown(key)}"
+        what = f"metadata key {shown(key)}"
         kind = self._u32(what)
         if kind == _ARRAY:
             return self._array(key, what)
@@ -212,8 +212,8 @@ class _Header:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         # A power of two, and at least 8 as the format asks, so that mapped numbers lie where a CPU wants them.
         if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            shown = f"{alignment:,}" if isinstance(alignment, int) else "not a number"
-            raise self.error(f"general.alignment is {shown}; it must be a power of two from 8 to {MAX_ALIGNMENT:,}")
+            found = f"{alignment:,}" if isinstance(alignment, int) else "not a number"
+            raise self.error(f"general.alignment is {found}; it must be a power of two from 8 to {MAX_ALIGNMENT:,}")
         return alignment
 
     def _read_tensors(self, num_tensors: int, shard: int) -> None:
@@ -221,13 +221,13 @@ class _Header:
         entries: list[tuple[str, tuple[int, ...], TensorType, int, int]] = []
         for index in range(num_tensors):
             name = self._text(f"the name of tensor {index}", MAX_NAME_BYTES)
-            entries.append((name, *self._tensor(f"tensor {_shown(name)}", alignment)))
+            entries.append((name, *self._tensor(f"tensor {shown(name)}", alignment)))
         data_start = -(-self._position // alignment) * alignment
         for name, shape, type, nbytes, offset in entries:
             if name in self.tensors:
-                raise self.error(f"tensor {_shown(name)} is there twice")
+                raise self.error(f"tensor {shown(name)} is there twice")
             if data_start + offset + nbytes > self.size:
-                raise self.cut(f"the data of tensor {_shown(name)}")
+                raise self.cut(f"the data of tensor {shown(name)}")
             self.tensors[name] = TensorInfo(
                 name=name, shape=shape, type=type, nbytes=nbytes, shard=shard, offset=data_start + offset
             )
@@ -245,7 +245,7 @@ class _Header:
             name = dict(enumerate(_GGML_TYPE_NAMES.split())).get(number, str(number))
             supported = ", ".join(type.name for type in TensorType)
             raise UnsupportedModelError(
-                f"{_shown(self.path.name)}: {what} has type {name}, which is not supported; supported: {supported}"
+                f"{shown(self.path.name)}: {what} has type {name}, which is not supported; supported: {supported}"
             ) from None
         span, _ = block_shape(tensor_type)
         if 0 in shape or shape[-1] % span:
@@ -260,16 +260,16 @@ def _map(path: Path) -> mmap.mmap:
     try:
         # Looked at before it is opened: opening a pipe would wait for its other end.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ModelFileError(f"{_shown(str(path))}: not a regular file")
+            raise ModelFileError(f"{shown(str(path))}: not a regular file")
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise ModelFileError(f"{_shown(path.name)}: the file is empty")
+                raise ModelFileError(f"{shown(path.name)}: the file is empty")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise ModelNotFoundError(f"{_shown(str(path))}: no such file") from None
+        raise ModelNotFoundError(f"{shown(str(path))}: no such file") from None
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
-        raise ModelFileError(f"{_shown(str(path))}: cannot be opened: {cause}") from None
+        raise ModelFileError(f"{shown(str(path))}: cannot be opened: {cause}") from None
 
 
 def _samples(info: TensorInfo) -> list[tuple[int, int]]:
@@ -297,7 +297,7 @@ class GGUFFile:
         """The tensor's bytes [nbytes] as a read-only view of the mapping. Raises ModelFileError if it is not there."""
         info = self.tensors.get(name)
         if info is None:
-            raise ModelFileError(f"{_shown(self.path.name)}: tensor {_shown(name)} is missing")
+            raise ModelFileError(f"{shown(self.path.name)}: tensor {shown(name)} is missing")
         assert self._headers, "the file is closed"
         return self._headers[info.shard].bytes[info.offset : info.offset + info.nbytes]
 
@@ -386,7 +386,7 @@ def _open_shards(header: _Header, count: int) -> list[_Header]:
     paths = [header.path.with_name(f"{name['stem']}-{index + 1:05d}-of-{count:05d}.gguf") for index in range(count)]
     for path in paths:
         if not path.exists():
-            raise header.error(f"it is part {number} of {count} of a split model, and {_shown(path.name)} is missing")
+            raise header.error(f"it is part {number} of {count} of a split model, and {shown(path.name)} is missing")
     headers = [_Header(path, shard) for shard, path in enumerate(paths)]
     for shard, other in enumerate(headers):
         if _split_number(other, "split.no") != shard or _split_number(other, "split.count") != count:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -150,16 +150,10 @@ def keep(key: bytes, name: str, weights: NDArray[np.uint8], threads: int) -> Non
         if not make_room(PAGE + len(weights)):
             return
         page = _first_page(key, len(weights), _checksum(weights, threads), name)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(page)
-                for i in range(0, len(weights), _STRETCH):
-                    file.write(weights[i : i + _STRETCH].data)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with _replacing(path) as file:
+            _write_all(file, page)
+            for i in range(0, len(weights), _STRETCH):
+                _write_all(file, weights[i : i + _STRETCH].data)
 
 
 def write(
@@ -177,26 +171,38 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not make_room(PAGE + num_bytes):
         raise OSError(errno.ENOSPC, "too large for the cap or for half of what is free on the disk")
+    with _replacing(path) as file:
+        file.truncate(PAGE + num_bytes)
+
+        def put(offset: int, piece: NDArray[np.uint8]) -> None:
+            with lock:
+                file.seek(PAGE + offset)
+                _write_all(file, piece.reshape(-1).data)
+
+        lay_out(put)
+        checksum = _checksum_of_file(file, num_bytes)
+        file.seek(0)
+        _write_all(file, _first_page(key, num_bytes, checksum, name))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[FileIO]:
+    """A new file that takes the name at the end, or goes away when anything fails."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with FileIO(handle, "r+b") as file:
-            file.truncate(PAGE + num_bytes)
-
-            def put(offset: int, piece: NDArray[np.uint8]) -> None:
-                with lock:
-                    file.seek(PAGE + offset)
-                    left = piece.reshape(-1).data
-                    while len(left):
-                        left = left[file.write(left) :]
-
-            lay_out(put)
-            checksum = _checksum_of_file(file, num_bytes)
-            file.seek(0)
-            file.write(_first_page(key, num_bytes, checksum, name))
+            yield file
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """A system may write less than it is given, such as 2 GB at once. Raises OSError."""
+    left = memoryview(data)
+    while len(left):
+        left = left[file.write(left) :]
 
 
 def _first_page(key: bytes, num_bytes: int, checksum: int, name: str) -> bytes:

@@ -34,6 +34,7 @@ from engine.kv_folder import (
 )
 from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, read_header
 from engine.kv_records import HEAD_BYTES, Piece, RecordLog, num_first_good
+from engine.memory import MOST_CHECKPOINTS
 from engine.running_state import RunningState
 
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
@@ -44,7 +45,7 @@ RESERVE_BYTES = 16 * 2**20
 MAX_PIECES = 8
 """Records that hold a block, on average, before a file is written anew: each costs a third of a millisecond to read."""
 
-MAX_STATES = 8
+MAX_STATES = MOST_CHECKPOINTS
 """Running states of a file: as many as a conversation in memory has at most."""
 
 

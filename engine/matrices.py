@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.config import DeltaSizes, ModelConfig
 from engine.errors import UnsupportedModelError
-from engine.gguf_file import GGUFFile
+from engine.gguf_file import GGUFFile, shown
 from engine.weights import Matrix
 
 
@@ -148,9 +148,8 @@ class ModelMatrices:
         spare = tuple(f"blk.{c.num_layers + n}." for n in range(c.num_spare_layers))
         for name in gguf.tensors:
             if name not in read and not name.startswith(spare):
-                shown = "".join(x for x in name if x.isprintable())[:64]
                 raise UnsupportedModelError(
-                    f"{gguf.path.name}: tensor {shown} is of a form of {c.architecture} that is not supported"
+                    f"{gguf.path.name}: tensor {shown(name)} is of a form of {c.architecture} that is not supported"
                 )
 
     @property

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from engine.model import Model
 
 
+_GATES = {"silu": Gate.SILU, "gelu": Gate.GELU, "clipped": Gate.CLIPPED, "relu2": 0}
+"""How operations name an activation. LONE, which gates nothing, knows two: GELU, and 0 for relu2."""
+
+
 class Program:
     """The operations of a step, and the arrays they point to."""
 
@@ -306,7 +310,7 @@ class Program:
             activation=activation,
             second=second,
             matrix=self._numbers[id(part.gate_up[0])],
-            activates={"gelu": Gate.GELU, "clipped": Gate.CLIPPED}.get(self._config.arch.activation, Gate.SILU),
+            activates=_GATES[self._config.arch.activation],
             bias=bias,
         )
 

@@ -1,11 +1,12 @@
 """A reply told apart while it is generated: reasoning, text for the person, calls of tools.
 
-`ReplyParts` takes decoded text in pieces of any size. A marker is never shown, nor is half of one: text that could
+A `PartSorter` takes decoded text in pieces of any size. A marker is never shown, nor is half of one: text that could
 still become one is held back until it is decided.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
 from engine.reply_plan import THINK, ReplyPlan
@@ -22,28 +23,18 @@ class Part(NamedTuple):
     """Characters of the whole reply up to the end of this part."""
 
 
-class ReplyParts:
-    """Sorts text into parts. What has been given out is never taken back."""
+class PartSorter(ABC):
+    """Sorts the text of a reply into parts. What has been given out is never taken back."""
 
     def __init__(self, plan: ReplyPlan) -> None:
+        self.bare: tuple[str, int] | None = None
+        """Of a call without an opener: the tool, and where in `call_text` its arguments begin."""
+        self.call_text = ""
+        """The call so far, as the model's form of calls has it; "" where there is none."""
         self._plan = plan
         self._held = ""
         self._end = 0  # characters taken in
-        self._state: Literal["start", "thinking", "text", "call"] = "text"
-        self._shown = False  # some text has been given out
-        self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
-        self._opener = plan.form.opener if plan.form is not None else ""
-        self.bare: tuple[str, int] | None = None
-        """Of a bare call: the tool, and where in `call_text` its arguments begin."""
-        self.call_text = ""
-        """From the opener on; "" where there is no call."""
-        self._trims = False  # blanks before the next text are dropped
-        if plan.thinking:
-            self._state, self._trims = "thinking", True
-        elif plan.forced:
-            self._state = "call"
-        elif plan.thinks:
-            self._state = "start"
+        self._state: Literal["start", "header", "thinking", "text", "call"] = "text"
 
     @property
     def in_call(self) -> bool:
@@ -62,6 +53,45 @@ class ReplyParts:
             pass
         return parts
 
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """Nothing follows: the parts of what was held back."""
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Decide about the start of what is held; True if there may be more to decide."""
+        if self._state == "call":
+            self.call_text += self._held
+            self._held = ""
+            return False
+        return self._decide(parts)
+
+    @abstractmethod
+    def _decide(self, parts: list[Part]) -> bool:
+        """As `_step`, outside of a call."""
+
+    def _give(self, parts: list[Part], kind: Kind, length: int) -> None:
+        """The first `length` characters of what is held are a part."""
+        if length:
+            text, self._held = self._held[:length], self._held[length:]
+            parts.append(Part(kind, text, self._end - len(self._held)))
+
+
+class ReplyParts(PartSorter):
+    """Of a model that marks its reasoning with `<think>` and its calls with an opener."""
+
+    def __init__(self, plan: ReplyPlan) -> None:
+        super().__init__(plan)
+        self._shown = False  # some text has been given out
+        self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
+        self._opener = plan.form.opener if plan.form is not None else ""
+        self._trims = False  # blanks before the next text are dropped
+        if plan.thinking:
+            self._state, self._trims = "thinking", True
+        elif plan.forced:
+            self._state = "call"
+        elif plan.thinks:
+            self._state = "start"
+
     def finish(self) -> list[Part]:
         """Nothing follows: what was held back is what it looks like."""
         parts: list[Part] = []
@@ -72,12 +102,7 @@ class ReplyParts:
         self._held = ""
         return parts
 
-    def _step(self, parts: list[Part]) -> bool:
-        """Decide about the start of what is held; True if there may be more to decide."""
-        if self._state == "call":
-            self.call_text += self._held
-            self._held = ""
-            return False
+    def _decide(self, parts: list[Part]) -> bool:
         if self._trims:
             self._held = self._held.lstrip()
             if not self._held:
@@ -132,7 +157,5 @@ class ReplyParts:
         return False
 
     def _give(self, parts: list[Part], kind: Kind, length: int) -> None:
-        if length:
-            text, self._held = self._held[:length], self._held[length:]
-            parts.append(Part(kind, text, self._end - len(self._held)))
-            self._shown = self._shown or kind == "text"
+        super()._give(parts, kind, length)
+        self._shown = self._shown or (kind == "text" and length > 0)

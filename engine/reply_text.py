@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.api import Event, TextDelta, ThinkingDelta, ToolCall, ToolCallReady
 from engine.channel_parts import ChannelParts
 from engine.grammar import Matcher
-from engine.reply_parts import Part, ReplyParts
+from engine.reply_parts import Part, PartSorter, ReplyParts
 from engine.reply_plan import ReplyPlan
 from engine.stop_strings import StopStrings
 
@@ -29,7 +29,7 @@ class ReplyText:
         self.calls: tuple[ToolCall, ...] = ()
         self._plan = plan
         self._decoder = tokenizer.stream()
-        self._parts = ChannelParts(plan) if plan.has_channels else ReplyParts(plan)
+        self._parts: PartSorter = ChannelParts(plan) if plan.has_channels else ReplyParts(plan)
         self._stops = StopStrings(stops)
         self._text: list[str] = []
         self._thinking: list[str] = []

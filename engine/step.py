@@ -180,7 +180,7 @@ def _reserve(sessions: Sessions, generation: Generation, rows: Rows, younger: li
                 raise
             younger.pop().give_way()
         else:
-            generation.put_back = False
+            generation.gave_way = False
             return rows
 
 
