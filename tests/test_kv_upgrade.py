@@ -39,7 +39,7 @@ def conversation() -> Chat:
     return Chat(messages=messages)
 
 
-def test_a_file_of_the_first_version_resumes_whole_and_goes_on_as_if_read_anew(kept: Path) -> None:
+def test_a_file_of_the_first_version_resumes_whole_or_says_why_not(kept: Path) -> None:
     old, new = conversation(), conversation()
     with make(None) as anew:
         expected = new.ask(anew, "go on", sampling=GREEDY)
