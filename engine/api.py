@@ -23,10 +23,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 SpeculationMode = Literal["off", "ngram", "model"]
 """How tokens are guessed ahead. `ngram`: from what stands earlier in the conversation; `model`: by a smaller model too.
 
-The words are the same."""
+It changes the speed of a reply, and nothing in it."""
 
 KVType = Literal["f16", "q8_0", "f32"]
-"""How keys and values are kept. With the type the words may change; within one, nothing else changes them."""
+"""How keys and values are stored. Another type may give another reply; within one type nothing else changes it."""
 
 
 def _check(ok: bool, message: str) -> None:
@@ -214,6 +214,8 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
+    """A token of a reply, and what might have stood in its place."""
+
     chosen: Logprob
     top: tuple[Logprob, ...]
     """The most likely tokens, best first."""
@@ -335,6 +337,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """The last event of every reply."""
+
     reply: Reply
 
 
@@ -419,13 +423,14 @@ class Engine(Protocol):
     def generate(self, request: Request) -> Iterator[Event]:
         """Events of one reply, ending with Finished.
 
-        Raises ContextExceededError, TemplateError or EngineError before the first event or not at all. Closing the
-        iterator early stops the work and leaves the cache consistent.
+        Raises UsageError, SchemaError, TemplateError, ContextExceededError or EngineError before the first event, and
+        EngineError after it where the reply cannot go on. Closing the iterator early stops the work and leaves the
+        cache consistent.
         """
         ...
 
     def count_tokens(self, request: Request) -> int:
-        """Prompt tokens this request would have."""
+        """Prompt tokens this request would have. Raises TemplateError, UsageError, or EngineError where it cannot tell."""
         ...
 
     def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:

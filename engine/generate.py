@@ -93,7 +93,7 @@ class Generation:
         self._text = ReplyText(tokenizer, self._plan, request.stop)
         self.events = self._text.events
         self._matcher = self._plan.grammar.matcher() if self._plan.grammar is not None else None
-        self._first = self._matcher.forced() if self._matcher is not None else []
+        self._first = self._matcher.forced() if self._matcher is not None else []  # what the reply must begin with
         self._forced: list[int] = []  # to be drawn next, where the log probabilities of each are wanted
         self._num_forced = 0
         self._guessed = False  # the step that runs has a draft of the drafter's

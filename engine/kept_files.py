@@ -1,7 +1,7 @@
 """Conversations' files at work: restored when a turn begins, saved while it goes on, reloaded when the engine starts.
 
-Nothing here costs a turn its words. What goes wrong with a file becomes a notice, and the model evaluates what the
-file would have spared it. K/V that are wrong never get this far: `kv_file.py` compares ids and checks every byte.
+Whatever goes wrong with a file, the reply is the same: the problem becomes a notice, and the model evaluates what the
+file would have saved it. Wrong K/V never get this far: `kv_file.py` compares ids and checks every byte.
 
 A conversation's file stays open as long as its table is in memory, and locked while a turn runs: between turns another
 process may go on with the conversation. Whoever finds a file changed reads it anew.

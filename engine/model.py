@@ -227,6 +227,7 @@ class Model:
 
     @property
     def numerics(self) -> int:
+        """What the bits of K and V depend on beside model and ids (`kv_layout.Identity`)."""
         return NUMERICS_VERSION
 
     def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:

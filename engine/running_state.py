@@ -9,8 +9,8 @@ A step takes the running state through its rows, in `Segment`s: where one ends, 
 there, and the next one runs on a copy. That is how checkpoints are made amid a prompt, and how a state from before
 tokens that are only guessed is still there when a guess was wrong.
 
-There are few slots. A conversation that has all it may have gives up the checkpoint that is least missed: they become
-the rarer the longer ago they are.
+There are few slots. A conversation that has as many checkpoints as it may have drops the one that would save the least
+work in proportion to its age, so they become rarer towards the start of the conversation.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MAX_SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A state that is kept."""
+
     length: int
     """Positions that it has taken in."""
     slot: int

@@ -34,24 +34,24 @@ MAX_ROWS = 512
 """Rows of one step at most."""
 
 FEW_ROWS = 8
-"""So many cost about as much as one: nobody's are cut smaller."""
+"""So many rows cost about as much as one, so no reply gets a smaller share."""
 
 UNIT = 32
 """Larger chunks are multiples of this, for kernels that take a dozen rows or a block at a time."""
 
 IN_ONE = 1.5
-"""So many times the rows that fit the time of a chunk are run at once when they are the last: each step reads all
-weights and unpacks them, some 35 ms on the 1.5B, as much as 18 rows take."""
+"""The rest of a prompt is not cut when it has at most so many times the rows of a chunk: each step reads and unpacks
+all weights, which on the 1.5B takes some 35 ms, as long as 18 rows."""
 
 SHARED_CHUNK = 0.2
-"""Of the time of a chunk, what prompts may take of a step in which others wait for a token."""
+"""The share of a chunk's time that prompts may take in a step in which other replies wait for a token."""
 
 
 class PrefillPace:
     """How many prompt rows a step takes, so that it ends within `target_seconds`, or half as long again.
 
-    The speed is measured chunk by chunk and kept from request to request; the first chunk is small. Less than 8 rows
-    cost about as much as 8, so no chunk is cut smaller.
+    The speed is measured chunk by chunk and kept from request to request; the first chunk is small. No chunk is cut to
+    fewer than FEW_ROWS.
     """
 
     def __init__(self, target_seconds: float = 0.5, max_rows: int = MAX_ROWS) -> None:
@@ -68,15 +68,15 @@ class PrefillPace:
 
     def share(self, remaining: int, share: float, least: int) -> int:
         """Rows of a chunk that takes about this share of the time of one, and not fewer than `least`."""
-        return min(remaining, max(least, int(self._fits * share) // 8 * 8))
+        return min(remaining, max(least, int(self._fits * share) // FEW_ROWS * FEW_ROWS))
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn from a step. Few rows cost more each than many do: they only count when even they took too long."""
-        if num_rows < 8 or (num_rows < min(self._fits, 64) and seconds <= self._target):
+        if num_rows < FEW_ROWS or (num_rows < min(self._fits, 64) and seconds <= self._target):
             return
         fits = min(self._max_rows, int(num_rows * self._target / max(seconds, 1e-6)))
-        unit = UNIT if fits >= 2 * UNIT else 8
-        self._fits = max(8, fits // unit * unit)
+        unit = UNIT if fits >= 2 * UNIT else FEW_ROWS
+        self._fits = max(FEW_ROWS, fits // unit * unit)
 
 
 def step(

@@ -18,7 +18,7 @@ from engine.tokenizer import Tokenizer
 
 
 class UnloadedModel:
-    """Its metadata alone, which takes a fraction of what loading takes. Usable as a context manager.
+    """A model of which only the metadata is read, in a fraction of the time of loading. Usable as a context manager.
 
     identity   as in `ModelInfo`
     """
