@@ -430,7 +430,7 @@ class Engine(Protocol):
         ...
 
     def count_tokens(self, request: Request) -> int:
-        """Prompt tokens this request would have. Raises TemplateError, UsageError, or EngineError where it cannot tell."""
+        """Prompt tokens this request would have. Raises TemplateError, UsageError, or EngineError if it cannot tell."""
         ...
 
     def foresee(self, request: Request, forgotten: str | None = None) -> Prospect:

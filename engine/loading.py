@@ -61,20 +61,18 @@ def load_engine(
         if draft_gguf is not None:
             _check_draft_file(draft_gguf, gguf)
         place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk, draft=draft_gguf)
-        needs = [place.estimate(gguf, kv_type)]
-        if draft_gguf is not None:
-            needs.append(place.estimate(draft_gguf, "f16"))
+        weight_bytes, block_bytes = place.estimate(gguf, kv_type)
+        draft_bytes, draft_block_bytes = (0, 0) if draft_gguf is None else place.estimate(draft_gguf, "f16")
         plan = plan_memory(
             name=path.name,
-            weight_bytes=sum(weight_bytes for weight_bytes, _ in needs),
-            block_bytes=sum(block_bytes for _, block_bytes in needs),
+            weight_bytes=weight_bytes + draft_bytes,
+            block_bytes=block_bytes + draft_block_bytes,
             context_size=context_size,
             train_context_size=config.train_context_size,
             kv_sessions=kv_sessions,
             available=place.available_memory(),
             from_disk=from_disk,
-            # A draft model is in memory whole.
-            token_bytes=place.token_bytes(gguf) + sum(weight_bytes for weight_bytes, _ in needs[1:]),
+            token_bytes=place.token_bytes(gguf) + draft_bytes,  # a draft model is in memory whole
             state_bytes=config.state_bytes,
         )
         model = place.load(

@@ -78,41 +78,35 @@ def plan_memory(
     context = min(wanted, train_context_size)
     if context_size is not None and context < wanted:
         notices.append(f"the context is {context:,} tokens, the most {name} was trained for, instead of {wanted:,}")
-    most_blocks = max(1, kv_sessions) * blocks_for(context)
+    num_blocks = max(1, kv_sessions) * blocks_for(context)
     if available is None:
         num_states, num_checkpoints = _states(state_bytes, kv_sessions, None)
-        return MemoryPlan(
-            context_size=context,
-            num_blocks=most_blocks,
-            notices=tuple(notices),
-            from_disk=from_disk,
-            num_states=num_states,
-            num_checkpoints=num_checkpoints,
-        )
-
-    if from_disk and weight_bytes > available - most_blocks * block_bytes:
-        notices.append(_says_from_disk(name, weight_bytes, token_bytes, available))
-        weight_bytes = min(weight_bytes, token_bytes, max(0, available) // 2)
-    num_states, num_checkpoints = _states(state_bytes, kv_sessions, available - weight_bytes)
-    weight_bytes += num_states * state_bytes
-    free_blocks = (available - weight_bytes) // block_bytes
-    if free_blocks < blocks_for(min(context, LEAST_CONTEXT)):
-        needed = weight_bytes + blocks_for(min(context, LEAST_CONTEXT)) * block_bytes
-        raise OutOfMemoryError(
-            f"{name} needs {_mib(needed)} of memory with a context of {min(context, LEAST_CONTEXT):,} tokens, and "
-            f"{_mib(max(0, available))} are free; close other programs or choose a smaller model"
-            + ("" if from_disk else ", or run it from the disk, slowly: --from-disk")
-        )
-    if free_blocks < blocks_for(context):
-        needed = weight_bytes + blocks_for(context) * block_bytes
-        notices.append(
-            f"the context is {free_blocks * BLOCK_SIZE:,} tokens instead of {context:,}, for which {name} needs "
-            f"{_mib(needed)} of memory, and {_mib(available)} are free"
-        )
-        context = free_blocks * BLOCK_SIZE
+    else:
+        if from_disk and weight_bytes > available - num_blocks * block_bytes:
+            notices.append(_says_from_disk(name, weight_bytes, token_bytes, available))
+            weight_bytes = min(weight_bytes, token_bytes, max(0, available) // 2)
+        num_states, num_checkpoints = _states(state_bytes, kv_sessions, available - weight_bytes)
+        taken = weight_bytes + num_states * state_bytes
+        free_blocks = (available - taken) // block_bytes
+        least = min(context, LEAST_CONTEXT)
+        if free_blocks < blocks_for(least):
+            needed = taken + blocks_for(least) * block_bytes
+            raise OutOfMemoryError(
+                f"{name} needs {_mib(needed)} of memory with a context of {least:,} tokens, and "
+                f"{_mib(max(0, available))} are free; close other programs or choose a smaller model"
+                + ("" if from_disk else ", or run it from the disk, slowly: --from-disk")
+            )
+        if free_blocks < blocks_for(context):
+            needed = taken + blocks_for(context) * block_bytes
+            notices.append(
+                f"the context is {free_blocks * BLOCK_SIZE:,} tokens instead of {context:,}, for which {name} needs "
+                f"{_mib(needed)} of memory, and {_mib(available)} are free"
+            )
+            context = free_blocks * BLOCK_SIZE
+        num_blocks = min(num_blocks, free_blocks)
     return MemoryPlan(
         context_size=context,
-        num_blocks=min(most_blocks, free_blocks),
+        num_blocks=num_blocks,
         notices=tuple(notices),
         from_disk=from_disk,
         num_states=num_states,

@@ -21,6 +21,8 @@ from engine.spm import SentencePieceBPE
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
+_MESSAGE_END = "<|end|>"
+"""Ends a turn, but only a message where a reply is messages on channels and may have several."""
 _CHANNEL_ENDS = ("<|return|>", "<|call|>")
 """What ends a reply of models that send messages on channels (channel_parts.py)."""
 _END_MARKERS = (
@@ -86,22 +88,15 @@ class Tokenizer:
         self._tokens = tokens
         self._types = types if types is not None else [_NORMAL] * len(tokens)
 
-        # There `<|end|>` ends a message, and a reply may have several.
         has_channels = "<|channel|>" in ids and "<|return|>" in ids
-        end_markers = {*_END_MARKERS, *_CHANNEL_ENDS} - {"<|end|>"} if has_channels else _END_MARKERS
-        ends = {
-            ids[marker]: marker
-            for marker in sorted(end_markers, key=[*_END_MARKERS, *_CHANNEL_ENDS].index)
-            if marker in ids
-            and (types is None or marker not in _AMBIGUOUS_MARKERS or self._types[ids[marker]] == _CONTROL)
-        }
+        ends = _ends_in(ids, types, has_channels)
         self.control_ids = frozenset([id for id, kind in enumerate(self._types) if kind == _CONTROL] + list(ends))
         self.bos_id = table.id("bos_token_id", len(tokens))
         self.eos_id = table.id("eos_token_id", len(tokens))
         stated = {self.eos_id, table.id("eot_token_id", len(tokens)), table.id("eom_token_id", len(tokens))} - {None}
         self.end_ids = frozenset(id for id in (*stated, *ends) if id is not None)
-        if has_channels and "<|end|>" in ids:
-            self.end_ids -= {ids["<|end|>"]}
+        if has_channels:
+            self.end_ids -= {ids.get(_MESSAGE_END)}
         if not stated:
             self.eos_id, notice = _guess_end(ends, str(metadata.get("tokenizer.chat_template", "")))
             notices.append(notice)
@@ -357,6 +352,18 @@ class _Metadata:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
             raise ModelFileError(f"tokenizer.ggml.{key} is {value!r}, which is no id of {vocab_size} tokens")
         return value
+
+
+def _ends_in(ids: Mapping[str, int], types: Sequence[float] | None, has_channels: bool) -> dict[int, str]:
+    """The tokens of a vocabulary that end a reply, id -> spelling, the more specific first; `types` of each id."""
+    markers = [*_END_MARKERS, *_CHANNEL_ENDS] if has_channels else _END_MARKERS
+    return {
+        ids[marker]: marker
+        for marker in markers
+        if marker in ids
+        and not (has_channels and marker == _MESSAGE_END)
+        and (types is None or marker not in _AMBIGUOUS_MARKERS or types[ids[marker]] == _CONTROL)
+    }
 
 
 def _guess_end(ends: Mapping[int, str], template: str) -> tuple[int | None, str]:
