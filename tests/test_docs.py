@@ -81,4 +81,4 @@ def test_every_flag_is_explained() -> None:
     flag = re.compile(r"(?<![\w-])--(?!no-)[a-z][a-z-]+")
     guides = " ".join(page.read_text("utf-8") for page in PAGES if page != write_help.PAGE)
     missing = set(flag.findall(write_help.page())) - set(flag.findall(guides))
-    assert missing == {"--version"}
+    assert missing <= {"--version"}
