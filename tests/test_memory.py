@@ -36,6 +36,14 @@ def test_the_pool_shrinks_before_the_context_does() -> None:
     assert (got.context_size, got.num_blocks, got.notices) == (32_768, 600, ())
 
 
+def test_running_states_take_a_quarter_of_what_is_free_and_a_gib_at_most() -> None:
+    for available, slots, checkpoints in ((3 * GIB, 8, 1), (9 * GIB, 16, 2), (None, 16, 2), (GIB + 700 * 2**20, 3, 1)):
+        got = plan(available=available, state_bytes=2**26)
+        assert (got.num_states, got.num_checkpoints) == (slots, checkpoints)
+    assert plan(32_768, available=2 * GIB, state_bytes=2**26).num_blocks == 1024 - 4 * 64  # the rest is for K and V
+    assert plan().num_states == 0
+
+
 def test_a_context_that_does_not_fit_becomes_smaller_and_is_said() -> None:
     got = plan(context_size=32_768, available=GIB + 100 * 2**20)
     assert (got.context_size, got.num_blocks) == (6_400, 100)

@@ -16,6 +16,7 @@ from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from engine.arch import ARCHITECTURES as ARCHITECTURE_ROWS
 from engine.arch import NOT_YET
+from engine.config import ModelConfig
 from engine.errors import GoinferError, UnsupportedModelError
 from engine.gguf_file import open_gguf
 from engine.model import Model
@@ -153,6 +154,21 @@ def test_the_values_are_odd_enough_to_be_refused_and_tame_enough_to_run(tmp_path
         write_tiny_model(tmp_path / "tame.gguf", metadata={"llama.rope.scaling.factor": 2.0}, **SIZES)
     )
     assert np.isnan(odd["rope.freq_base"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "local"),
+    [
+        (None, [True, True, True, True, True, False, True]),
+        (3, [True, True, False, True, True, False, True]),
+        ([True, False, False, True, True, False, False], [True, False, False, True, True, False, False]),
+    ],
+)
+def test_a_file_may_say_which_layers_see_a_window(pattern: Any, local: list[bool], tmp_path: Path) -> None:
+    keys = {"gemma3.attention.sliding_window_pattern": pattern}
+    path = write_tiny_model(tmp_path / "tiny.gguf", "gemma3", **{**SIZES, "num_layers": 7}, metadata=keys)
+    with open_gguf(path) as gguf:
+        assert [*ModelConfig.from_gguf(gguf).local] == local
 
 
 def test_an_architecture_that_does_not_run_is_refused_with_what_it_would_take(tmp_path: Path) -> None:

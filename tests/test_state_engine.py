@@ -117,6 +117,20 @@ def test_what_had_to_be_evaluated_again_is_told_and_the_next_time_it_need_not(st
         assert reply.ids == cold(start, messages).ids
 
 
+def test_what_a_restart_had_to_evaluate_again_need_not_be_the_next_time(start: Start, tmp_path: Path) -> None:
+    """The file has no state where the other question begins; the turn that finds that out keeps one."""
+    engine = start(kv_folder=tmp_path / "kept")
+    long = "word " * 60
+    answer(engine, [user(long + "one")])
+    engine.close()
+    engine = start(kv_folder=tmp_path / "kept")
+    for question, reused, again in (("two", 0, (124,)), ("three", 124, (0, 1))):
+        reply = answer(engine, [user(long + question)])
+        assert reply.stats.prefill_reused_tokens == reused
+        assert reply.stats.recomputed_tokens in again
+        assert reply.ids == cold(start, [user(long + question)]).ids
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_right_and_wrong_leave_every_token(
     start: Start, temperature: float, monkeypatch: pytest.MonkeyPatch
