@@ -45,13 +45,17 @@ class ConfigReader:
         return ModelFileError(f"{self.file}: {self.arch.name}.{key} {why}")
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int) -> int:
+        """The whole number under a key; one for each layer must be the same for all.
+
+        Raises ModelFileError where it is missing without a default, no such number or out of bounds, and
+        UnsupportedModelError where layers differ.
+        """
         value = self._value(key)
         if value is None:
             if default is None:
                 raise self._bad(key, "is missing")
             return default
         if isinstance(value, (np.ndarray, list)):
-            # One entry for each layer: the same in all of them for every architecture here.
             if len(value) == 0 or any(v != value[0] for v in value):
                 raise UnsupportedModelError(f"{self.file}: {self.arch.name}.{key} differs from layer to layer")
             value = value[0]
@@ -62,6 +66,7 @@ class ConfigReader:
         return int(value)
 
     def number(self, key: str, default: float | None, *, least: float, most: float) -> float:
+        """The finite number under a key. Raises ModelFileError as `integer` does."""
         value = self._value(key)
         if value is None:
             if default is None:
@@ -74,6 +79,7 @@ class ConfigReader:
         return float(value)
 
     def config(self) -> ModelConfig:
+        """All of it. Raises ModelFileError for sizes that contradict each other, UnsupportedModelError for others."""
         spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if self.arch.delta_layers else 0
         layers = self.integer("block_count", least=spare + 1, most=MAX_LAYERS) - spare
         hidden = self.integer("embedding_length", most=MAX_WIDTH)

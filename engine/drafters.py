@@ -24,6 +24,8 @@ assert len(MODEL_CHANCES) == len(GAPS) + 1
 
 
 class Guess(NamedTuple):
+    """A token that may come next, and how it was found."""
+
     token: int
     kind: int
     """Index into the chances of `Acceptance`."""
@@ -40,9 +42,11 @@ class Acceptance:
         self._counts = [8] * len(self._chances)  # each of these figures is worth 8 outcomes
 
     def chance(self, kind: int) -> float:
+        """Probability that a guess of this kind is right, 0 to 1."""
         return self._chances[kind]
 
     def observe(self, kind: int, right: bool) -> None:
+        """Learn that a guess of this kind was right or wrong."""
         self._counts[kind] = min(self._counts[kind] + 1, 40)
         self._chances[kind] += (right - self._chances[kind]) / self._counts[kind]
 

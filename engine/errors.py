@@ -40,6 +40,8 @@ class GoinferError(Exception):
 
 
 class UsageError(GoinferError):
+    """Something that was asked for cannot be done as it was asked."""
+
     exit_code = 2
 
 
@@ -48,23 +50,25 @@ class SchemaError(UsageError):
 
 
 class ModelError(GoinferError):
+    """A model cannot be used."""
+
     exit_code = 3
 
 
 class ModelNotFoundError(ModelError):
-    pass
+    """Nothing has this name: no file, no entry of the catalogue, no repository."""
 
 
 class ModelFileError(ModelError):
-    pass
+    """The file contradicts its format or itself; says where."""
 
 
 class UnsupportedModelError(ModelError):
-    pass
+    """The file may be right, and this engine does not run it; says what is supported instead."""
 
 
 class DownloadError(ModelError):
-    pass
+    """What was to be fetched is not there, or is not what it should be."""
 
 
 class OutOfMemoryError(ModelError):
@@ -72,7 +76,7 @@ class OutOfMemoryError(ModelError):
 
 
 class TemplateError(GoinferError):
-    pass
+    """Has the template's own words, where it has any."""
 
 
 class ContextExceededError(GoinferError):
@@ -94,4 +98,4 @@ class ContextExceededError(GoinferError):
 
 
 class EngineError(GoinferError):
-    pass
+    """A request cannot go on. Others are not affected, unless the engine is closed."""

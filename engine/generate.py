@@ -57,10 +57,12 @@ class Rows:
 
     @property
     def known(self) -> list[int]:
+        """The ids that are not guessed."""
         return self.ids[: len(self.ids) - self.num_drafted]
 
     @property
     def draft(self) -> list[int]:
+        """The ids that are guessed."""
         return self.ids[len(self.ids) - self.num_drafted :]
 
 
@@ -229,11 +231,13 @@ class Generation:
             self._finish("cancelled")
 
     def take_events(self) -> list[Event]:
+        """Those that have not been handed out."""
         events = self.events.copy()
         self.events.clear()
         return events
 
     def reply(self) -> Reply:
+        """The whole reply, once it has a finish reason."""
         assert self.finish_reason is not None
         return Reply(
             text=self._text.text,

@@ -56,6 +56,7 @@ class KeptWeights:
 
 
 def folder() -> Path:
+    """Where the files are; it need not exist."""
     return platformdirs.user_cache_path("goinfer-chat") / "weights"
 
 

@@ -39,6 +39,7 @@ class LayerMatrices:
 
     @property
     def all(self) -> list[Matrix]:
+        """Each once; those of one product side by side, as operations take them."""
         feed_forward = [m for part in (self.dense, self.experts) if part for m in part.all]
         return [*self.qkv, self.output, *self.router, *feed_forward]
 
@@ -164,5 +165,6 @@ class ModelMatrices:
 
     @property
     def all(self) -> list[Matrix]:
+        """Each once, in the order in which they are numbered and lie in memory."""
         found = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
         return found + [m for layer in self.layers for m in layer.all]

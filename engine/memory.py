@@ -36,6 +36,8 @@ _RESERVED_ADDRESSES = 512 * 2**20  # threads reserve address space (stacks, mall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
+    """What will be loaded, and how large."""
+
     context_size: int
     num_blocks: int
     """Blocks of the pool: every kept conversation may fill its context, where memory allows it."""

@@ -55,6 +55,8 @@ def _log_softmax(x: Floats) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
+    """Tokens per second."""
+
     prefill_tok_s: float
     decode_tok_s: float
 

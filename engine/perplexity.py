@@ -23,6 +23,8 @@ Score = Callable[[Sequence[int], int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
+    """What a text gave, and how much of it was scored."""
+
     value: float
     """exp of the mean negative log probability of the scored tokens."""
     num_chunks: int

@@ -17,6 +17,8 @@ Kind = Literal["thinking", "text", "call"]
 
 
 class Part(NamedTuple):
+    """A stretch of a reply of one kind."""
+
     kind: Kind
     text: str
     end: int

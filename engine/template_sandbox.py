@@ -61,6 +61,7 @@ class Meter:
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self, size: int = 1) -> None:
+        """Count a step that has made so much. Raises LimitExceeded."""
         self._left -= size
         if self._left < 0:
             raise LimitExceeded("it makes too much text")
@@ -400,6 +401,7 @@ def _join_strict(meter: Meter, separator: str, values: Iterable[str]) -> str:
 
 
 def make_environment() -> jinja2.Environment:
+    """The environment in which templates of model files are compiled: they reach values, and nothing of Python."""
     # Not optimized: constant expressions would be worked out while compiling, where no meter runs.
     environment = _Environment(
         trim_blocks=True,

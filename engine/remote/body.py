@@ -75,15 +75,18 @@ def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's description in OpenAI's form, whichever of the two forms of `Request.tools` it has."""
     return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
 
 
 def choice_of(request: Request) -> str | dict[str, Any]:
+    """`tool_choice` in OpenAI's form."""
     choice = request.tool_choice
     return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
 
 
 def schema_of(schema: Mapping[str, Any] | bool | None) -> dict[str, Any] | None:
+    """`response_format`: any JSON, JSON under a schema, or None for any text."""
     if schema is None:
         return None
     if isinstance(schema, bool) or not schema:
