@@ -142,7 +142,9 @@ class ChatTemplate:
         marked, levels = self._marked(prompt, text, marks)
         ids = self._ids(marked, prompt.messages, marks, levels)
         if not ids:
-            raise TemplateError("the chat template makes nothing of these messages")
+            raise TemplateError(
+                "the chat template makes an empty prompt of these messages; give another one (--chat-template FILE)"
+            )
         return ids
 
     @functools.cached_property

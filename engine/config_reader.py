@@ -137,7 +137,9 @@ class ConfigReader:
         least = 1 if arch.experts == "yes" else 0
         count = self.integer("expert_count", None if least else 0, least=least, most=MAX_EXPERTS)
         if count and arch.experts == "no":
-            raise UnsupportedModelError(f"{self.file}: {arch.name} with experts is not supported")
+            raise UnsupportedModelError(
+                f"{self.file}: {arch.name} with experts is not supported; choose a model of {arch.name} without"
+            )
         if not count:
             return self.integer("feed_forward_length", most=MAX_WIDTH), None
         size = self.integer("expert_feed_forward_length", 0, least=0, most=MAX_WIDTH)
@@ -161,7 +163,9 @@ class ConfigReader:
             every = self.integer("full_attention_interval", 4, most=MAX_LAYERS)
             marks = [(n + 1) % every != 0 for n in range(layers)]
         if not isinstance(marks, (list, np.ndarray)) or len(marks) < layers:
-            raise self._bad("attention.recurrent_layers", f"must say of {layers} layers whether they are")
+            raise self._bad(
+                "attention.recurrent_layers", f"must say for each of {layers} layers whether it keeps a running state"
+            )
         sizes = DeltaSizes(
             layers=frozenset(n for n in range(layers) if marks[n]),
             num_key_heads=self.integer("ssm.group_count", most=MAX_WIDTH),

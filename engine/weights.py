@@ -31,7 +31,9 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
         # Private: a shared mapping, the default, gets no large pages.
         memory = mmap.mmap(-1, max(num_bytes, 1), **_PRIVATE)
     except (OSError, ValueError, OverflowError) as error:
-        raise OutOfMemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had: {error}") from error
+        raise OutOfMemoryError(
+            f"{num_bytes / 1e9:.1f} GB of memory cannot be had ({error}); close other programs or choose a smaller model"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:num_bytes]
@@ -85,7 +87,10 @@ class Matrix:
         self.num_rows, self.num_columns = shape
         self.part, self.run = part, run or shape[0]
         if self.num_columns % self.fmt.span:
-            raise ModelFileError(f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values in blocks")
+            raise ModelFileError(
+                f"{gguf.path.name}: tensor {name} has rows of {self.num_columns} values, which are not whole blocks of "
+                f"{self.fmt.span}"
+            )
         self.num_blocks = self.num_columns // self.fmt.span
         self.num_groups = -(-self.num_rows // ROWS)
         """Of one expert, where there are several."""

@@ -144,8 +144,8 @@ def test_a_schema_is_asked_for_and_a_reply_that_breaks_it_is_told() -> None:
     [
         ({"speculation": "ngram"}, "how a server guesses ahead is chosen where it is started"),
         ({"think_tokens": 9}, "does not take a budget of reasoning"),
-        ({"top_logprobs": 3}, "log probabilities are not asked of servers"),
-        ({"sampling": SamplingParams(penalty_window=9)}, "does not take --penalty-window"),
+        ({"top_logprobs": 3}, "a server is not asked for log probabilities; leave top_logprobs out"),
+        ({"sampling": SamplingParams(penalty_window=9)}, "leave --penalty-window out"),
     ],
 )
 def test_what_a_server_cannot_be_asked_is_refused_and_not_ignored(options: dict[str, object], message: str) -> None:

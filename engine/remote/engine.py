@@ -284,15 +284,15 @@ def _choose(models: list[Mapping[str, Any]] | None, name: str | None, host: str)
 def _check(request: Request) -> None:
     defaults = SamplingParams()
     if request.prompt_ids is not None:
-        raise UsageError("a server takes messages, not token ids")
+        raise UsageError("a server takes messages, not token ids; give messages instead of prompt_ids")
     if request.speculation is not None:
         raise UsageError("how a server guesses ahead is chosen where it is started; leave --spec out")
     if request.think_tokens is not None:
         raise UsageError("a server does not take a budget of reasoning; leave --think-tokens out")
     if request.top_logprobs is not None:
-        raise UsageError("log probabilities are not asked of servers")
+        raise UsageError("a server is not asked for log probabilities; leave top_logprobs out")
     if request.sampling.penalty_window != defaults.penalty_window:
-        raise UsageError("a server does not take --penalty-window")
+        raise UsageError("a server has its own window of penalties; leave --penalty-window out")
 
 
 def _string(model: Mapping[str, Any], key: str) -> str:
