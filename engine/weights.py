@@ -32,7 +32,7 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
         memory = mmap.mmap(-1, max(num_bytes, 1), **_PRIVATE)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemoryError(
-            f"{num_bytes / 1e9:.1f} GB of memory cannot be had ({error}); close other programs or choose a smaller model"
+            f"{num_bytes / 1e9:.1f} GB of memory cannot be had: {error}; close other programs or choose a smaller model"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

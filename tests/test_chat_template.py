@@ -379,7 +379,7 @@ def test_a_blank_template_is_no_template() -> None:
 
 
 def test_a_template_that_writes_nothing_is_refused() -> None:
-    with pytest.raises(TemplateError, match="nothing"):
+    with pytest.raises(TemplateError, match="an empty prompt"):
         template_of("{% if false %}x{% endif %}").encode([user("u")])
 
 

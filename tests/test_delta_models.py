@@ -64,7 +64,7 @@ def test_the_file_says_which_layers_have_a_running_state(tmp_path: Path) -> None
         ({"ssm.inner_size": 96}, {}, "1 key heads and 2 value heads of 32 do not make layers of 96"),
         ({"full_attention_interval": 1}, {}, "layers of one kind only"),
         ({"full_attention_interval": 9}, {}, "layers of one kind only"),
-        ({"attention.recurrent_layers": [True]}, {}, "must say of 4 layers"),
+        ({"attention.recurrent_layers": [True]}, {}, "must say for each of 4 layers"),
         ({"rope.dimension_sections": [8, 0, 0, 0]}, {}, "pairs of a head that have no position in a text"),
         ({"ssm.group_count": None}, {}, "qwen35.ssm.group_count is missing"),
         ({}, {"tensors": {"blk.0.ssm_in.weight": np.ones((64, 32))}}, "an old form of qwen35; download or convert"),
