@@ -203,7 +203,7 @@ def _open_locked(path: Path, flags: int) -> int | None:
                 raise KVFileError(path, f"{path.parent} is missing") from None
             return None
         except OSError as error:
-            raise KVFileError(path, _refusal(error)) from error
+            raise KVFileError(path, _refusal(path, error)) from error
         locked = False
         try:
             _check_file(path, os.fstat(descriptor))
@@ -223,14 +223,18 @@ def _open_locked(path: Path, flags: int) -> int | None:
 
 def _check_file(path: Path, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise KVFileError(path, "refused: it is not a regular file")
+        raise KVFileError(path, _not_regular(path))
     if info.st_uid != os.geteuid():
         raise KVFileError(path, "refused: it belongs to another user")
 
 
-def _refusal(error: OSError) -> str:
+def _not_regular(path: Path) -> str:
+    return f"refused: it is not a regular file; remove {path.name}"
+
+
+def _refusal(path: Path, error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.EMLINK):  # Linux and macOS; FreeBSD
-        return "refused: it is a symbolic link"
+        return f"refused: it is a symbolic link; remove {path.name}"
     if error.errno == errno.EISDIR:
-        return "refused: it is not a regular file"
+        return _not_regular(path)
     return f"cannot be opened: {error.strerror or error}"

@@ -23,7 +23,7 @@ from goinfer_chat.resolving import resolve
 from goinfer_chat.settings import SETTINGS, Setting, Settings
 from goinfer_chat.start import INTERRUPTED, interrupts_end_the_program, interrupts_raise
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
-from goinfer_chat.values import parse_bool
+from goinfer_chat.values import parse_bool, parse_size, written_size
 
 if TYPE_CHECKING:
     from goinfer_chat.modes import EngineFactory
@@ -282,6 +282,8 @@ def with_settings(function: Callable[..., int], settings: Sequence[Setting] = SE
 def _parameter(setting: Setting) -> inspect.Parameter:
     default = Settings().value(setting.name)
     known = default is not None and not setting.switch and not setting.repeatable
+    if setting.parse is parse_size:
+        default = written_size(default)
     help = f"{setting.help} [default: {default}]" if known else setting.help
     flag = f"--{setting.flag}"
     kind: Any = str

@@ -41,6 +41,14 @@ def parse_size(text: str) -> int:
     return size
 
 
+def written_size(num_bytes: int) -> str:
+    """The shortest text that `parse_size` reads as this number of bytes: `8GB`."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if num_bytes and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)
+
+
 def parse_float(text: str) -> float:
     try:
         return float(text)

@@ -28,7 +28,7 @@ from goinfer_chat.models.supported import as_markdown, as_text
 from goinfer_chat.resolving import resolve
 from goinfer_chat.settings import SETTINGS, Setting, Settings
 from goinfer_chat.terminal import Stream
-from goinfer_chat.values import parse_size
+from goinfer_chat.values import parse_size, written_size
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -383,6 +383,12 @@ def test_every_setting_has_a_variable_that_reaches_it(setting, tmp_path: Path) -
     [("0", 0), ("1,000", 1000), ("500MB", 500 * 10**6), ("1.5 GB", 1_500_000_000), ("2tb", 2 * 10**12)],
 )
 def test_sizes_have_decimal_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("size", "text"), [(8_000_000_000, "8GB"), (1_500_000, "1500KB"), (999, "999"), (0, "0")])
+def test_a_size_is_written_as_a_person_would_and_read_back(size: int, text: str) -> None:
+    assert written_size(size) == text
     assert parse_size(text) == size
 
 

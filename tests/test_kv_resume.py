@@ -571,7 +571,7 @@ DAMAGES = [
     (be_empty, r"not resumed: it is empty"),
     (cut_to_its_header, r"not resumed: it holds nothing of what was said"),
     (be_something_else, r"not resumed: it is not a .giw-kv file"),
-    (be_a_link, r"not resumed and not saved: refused: it is a symbolic link"),
+    (be_a_link, r"not resumed and not saved: refused: it is a symbolic link; remove work.giw-kv"),
 ]  # fmt: skip
 """What is done to a file, and what is said of it."""
 

@@ -395,7 +395,8 @@ def test_an_answer_that_is_taken_slowly_arrives_whole(tiny: Path) -> None:
 
 # ---------------------------------------------------------------- strangers
 def test_a_name_that_is_not_this_machine_is_refused(narrow: Running) -> None:
-    for host in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::2]"):
+    for host in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::2]",
+                 "127.0.0.1:80, evil.example", "localhost:evil.example", "[::1].evil.example"):  # fmt: skip
         for path in ("/v1/models", "/health"):
             assert narrow.ask(path, headers={"Host": host}).status == 403
     for host in ("localhost", f"LOCALHOST:{narrow.port}", "127.0.0.1", f"[::1]:{narrow.port}"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -216,10 +217,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host field without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    """The name of a Host field without its port; what is no name and port is taken as a name whole."""
+    match = re.fullmatch(r"(?:\[([^]]*)\]|([^:]*))(?::[0-9]*)?", host)
+    return (match[1] or match[2] or "").lower() if match else host
 
 
 def _too_large(limit: int) -> ApiError:

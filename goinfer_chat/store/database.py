@@ -256,16 +256,19 @@ def _contains(text: str, part: str) -> bool:
     return part.casefold() in text.casefold()
 
 
+_HOW_TO_GO_ON = (
+    "what was saved before stands; make room and go on "
+    "(files there that end in .giw-kv are caches, which may be removed)"
+)
+
+
 def _explanation(error: sqlite3.Error) -> str:
     name = getattr(error, "sqlite_errorname", "")
     if name == "SQLITE_FULL":
         # No command of ours can make room here: SQLite does not even open its log on a full disk.
-        return (
-            "the disk is full; what was saved before stands; make room and go on (files there that end in .giw-kv are "
-            "caches, which may be removed)"
-        )
+        return f"the disk is full; {_HOW_TO_GO_ON}"
     if name.startswith("SQLITE_IOERR"):
-        return "reading or writing failed (a full disk, a quota or a failing one); what was saved before stands"
+        return f"reading or writing failed (a full disk, a quota or a failing one); {_HOW_TO_GO_ON}"
     if name in ("SQLITE_BUSY", "SQLITE_LOCKED") or name.startswith("SQLITE_BUSY_"):
         return f"another program has been writing for more than {BUSY_SECONDS:.0f} seconds; try again"
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
