@@ -23,7 +23,7 @@ from engine.errors import UsageError
 from goinfer_chat.files import make_folder, reason_of, write_private
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings, checked
 from goinfer_chat.terminal import true_text
-from goinfer_chat.values import checked_int, did_you_mean, shown
+from goinfer_chat.values import checked_int, did_you_mean, parse_size, shown, written_size
 
 VARIABLE: Final = "GOINFER_CHAT_CONFIG"
 PROFILES: Final = "profile"
@@ -180,7 +180,7 @@ def _default(setting: Setting) -> str:
         return to_toml("none" if setting.argument == "N" or setting.choices else setting.argument)
     if setting.choices:
         return f"{to_toml(value)}  # {setting.argument}"
-    return to_toml(value)
+    return to_toml(written_size(value) if setting.parse is parse_size else value)
 
 
 def to_toml(value: Any) -> str:
