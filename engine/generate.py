@@ -126,7 +126,9 @@ class Generation:
         """Finished, and every id of the reply has K/V: the next turn reuses all of it."""
         if self.finish_reason is None:
             return False
-        return self.gave_way or len(self.table) < self._num_prompt or len(self.table) == len(self.ids)
+        # What was stopped amid its prompt stays so. One that a stop string cut back to before its end reads on.
+        amid_prompt = self.finish_reason == "cancelled" and len(self.table) < self._num_prompt
+        return self.gave_way or amid_prompt or len(self.table) == len(self.ids)
 
     @property
     def remaining(self) -> int:

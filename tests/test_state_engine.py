@@ -13,7 +13,7 @@ from test_running_state import SIZES
 from tiny_models import write_tiny_model
 
 from engine import load, running_state
-from engine.api import Finished, Message, Notice, Reply, Request, SamplingParams
+from engine.api import Finished, Message, Notice, Reply, Request, SamplingParams, SpeculationMode
 from engine.errors import UsageError
 from engine.local import LocalEngine
 from engine.unloaded import UnloadedModel
@@ -157,13 +157,15 @@ def test_guesses_right_and_wrong_leave_every_token(
     assert answer(engine, follow).ids == cold(start, follow).ids
 
 
-def test_a_stop_string_amid_guesses_leaves_a_cache_to_go_on_from(start: Start) -> None:
+@pytest.mark.parametrize("guesses", ["ngram", "off"])
+def test_a_stop_string_leaves_a_cache_to_go_on_from(start: Start, guesses: SpeculationMode) -> None:
+    """Without guesses each token is a step of its own: what stop strings cut off goes back to before the reply."""
     engine = start()
     messages = [SYSTEM, user("a b c a b c a b c a b c")]
     whole = answer(engine, messages, "other", max_tokens=60)
     stop = whole.text[20:24]
     assert stop
-    reply = answer(engine, messages, stop=(stop,), max_tokens=60, speculation="ngram")
+    reply = answer(engine, messages, stop=(stop,), max_tokens=60, speculation=guesses)
     assert reply.text == whole.text[: whole.text.index(stop)]
     assert reply.stats.context_used == len(reply.prompt_ids) + len(reply.ids)
     follow = [*messages, said(reply), user("more")]
