@@ -23,7 +23,8 @@ class Buffers:
 
     def __init__(self, c: ModelConfig, rows: int, max_positions: int, threads: int) -> None:
         self.num_parts = max_positions // PART + 1
-        state = STATE + c.head_dim
+        widest = max(h.dim for h in c.heads)
+        state = STATE + widest
 
         def floats(*shape: int) -> NDArray[np.float32]:
             return zeroed(4 * math.prod(shape)).view(np.float32).reshape(shape)
@@ -34,7 +35,8 @@ class Buffers:
         self.ids, self.positions, self.table_rows, self.wanted = (np.zeros(rows, np.int32) for _ in range(4))
         self.x = floats(rows, line(c.hidden_size))
         gates = c.num_heads if c.arch.delta_layers else 0
-        taken, given = (c.num_heads + 2 * c.num_kv_heads + gates) * c.head_dim, c.num_heads * c.head_dim
+        taken = max((c.num_heads + gates) * h.dim + 2 * h.keys for h in c.heads)
+        given = c.num_heads * widest
         if c.delta is not None:
             factors = 2 * line(c.delta.num_value_heads)
             taken, given = max(taken, c.delta.channels + c.delta.values + factors), max(given, c.delta.values)
@@ -43,7 +45,7 @@ class Buffers:
         needs_branch = c.arch.post_norms or c.has_shared_gate
         self.branch = floats(rows, line(c.hidden_size)) if needs_branch else self.x
         self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
-        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * c.head_dim + 2 * BLOCK) + 16 * QUERY_TILE
+        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * widest + 2 * BLOCK) + 16 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))

@@ -57,6 +57,21 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The heads of a layer's attention, beside how many queries there are."""
+
+    num_kv_heads: int
+    dim: int
+    rope_dim: int
+    """Leading values of a head that are rotated."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token, and of all its values."""
+        return self.num_kv_heads * self.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A model's sizes, checked against each other and against the tensors."""
 
@@ -65,8 +80,8 @@ class ModelConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[Heads, ...]
+    """Of each layer."""
     ffn_size: int
     """Of a layer without experts, or of an expert that every row passes; 0: there is neither."""
     experts: Experts | None
@@ -86,8 +101,6 @@ class ModelConfig:
     logit_cap: float
     """Logits x become cap * tanh(x / cap); 0: they stay."""
     rope_base: float
-    rope_dim: int
-    """Leading values of a head that are rotated."""
     rope_scale: float
     """Linear scaling: positions are divided by it."""
     rope_factors: tuple[float, ...]
@@ -155,10 +168,11 @@ class ModelConfig:
     def rope_tables(self, num_positions: int, local: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines [positions, rope_dim / 2] f32 by which a local layer, or another, rotates pairs."""
         base = (self.arch.local_rope_base if local else None) or self.rope_base
+        dim = self.heads[self.local.index(local)].rope_dim
         if local and not self.arch.local_rope_scaling:
-            return cos_sin(num_positions, frequencies(base, self.rope_dim, factors=self.rope_factors))
-        scaled = yarn_shares(base, self.rope_dim, self.rope_context, *self.yarn) if self.yarn else None
-        per_position = frequencies(base, self.rope_dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
+            return cos_sin(num_positions, frequencies(base, dim, factors=self.rope_factors))
+        scaled = yarn_shares(base, dim, self.rope_context, *self.yarn) if self.yarn else None
+        per_position = frequencies(base, dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
         return cos_sin(num_positions, per_position, self.rope_magnitude)
 
     def query_scales(self, num_positions: int) -> NDArray[np.float32]:

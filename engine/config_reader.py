@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.arch import ARCHITECTURES, NOT_YET
-from engine.config import DeltaSizes, Experts, ModelConfig
+from engine.config import DeltaSizes, Experts, Heads, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile, shown
 from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
@@ -108,15 +108,13 @@ class ConfigReader:
             num_layers=layers,
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            heads=(Heads(num_kv_heads=kv_heads, dim=head_dim, rope_dim=rope_dim),) * layers,
             ffn_size=ffn,
             experts=experts,
             vocab_size=embedding.shape[0],
             train_context_size=context,
             **self._scales(layers, hidden, heads, head_dim),
             rope_base=self.number("rope.freq_base", 10000.0, least=1.0, most=1e12),
-            rope_dim=rope_dim,
             rope_scale=scale,
             rope_factors=self._rope_factors(rope_dim, "rope_freqs", "rope_factors_short"),
             rope_long_factors=self._rope_factors(rope_dim, "rope_factors_long"),

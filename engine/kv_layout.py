@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,11 @@ from engine.config import ModelConfig
 from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 
-MAGIC, VERSION = b"GIW kv cache", 2
-"""Files without running states are written as version 1, which is the same but for these."""
+MAGIC, VERSION = b"GIW kv cache", 3
+"""A file has the first version that can say what it holds: 2 with running states, 3 where layers are not all alike."""
 NUMERICS_VERSION = 2
 """Raised whenever the same model and ids may give other bits of K or V than before."""
-MAX_HEADER_BYTES = 1024
+MAX_HEADER_BYTES, MAX_LAYERS = 2048, 1024
 
 MAKERS = ("the cpu backend", "torch, cpu", "torch, cuda", "torch, mps")
 """What computes K and V, by number: the highest byte of `Identity.numerics_version`."""
@@ -49,40 +50,43 @@ _STATE = struct.Struct("<Q")
 _CHECK = struct.Struct("<I")
 
 
+Parts = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How positions lie in a block: layer with keys and values after layer, each a row of parts.
+    """How positions lie in a block: layer with keys and values of its own after layer, each a row of parts.
 
     A part (rows, width) is `rows` times 64 positions of `width` bytes. Keys in f16 with the positions innermost are
     (heads * head size, 2), values with a head's numbers side by side (heads, 2 * head size).
     """
 
-    num_layers: int
-    parts: tuple[tuple[int, int], ...]
+    layers: tuple[Parts, ...]
     state_bytes: int = 0
     """Of the running state that other layers of the model keep; 0: there are none."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_type: KVType) -> KVLayout:
         """As compiled code has it (`kernels/kv_types.py`): keys, values, and behind each its scales, if any."""
-        heads, dim = config.num_kv_heads, config.head_dim
-        if kv_type == "q8_0":
-            runs = runs_of(dim)
-            return cls(
-                num_layers=len(config.attention_layers),
-                state_bytes=config.state_bytes,
-                parts=((heads * dim, 1), (heads * runs, 2), (heads, dim), (heads, 2 * runs)),
-            )
-        size = 4 if kv_type == "f32" else 2
-        return cls(
-            num_layers=len(config.attention_layers),
-            state_bytes=config.state_bytes,
-            parts=((heads * dim, size), (heads, size * dim)),
-        )
+
+        def parts(heads: int, dim: int) -> Parts:
+            if kv_type == "q8_0":
+                runs = runs_of(dim)
+                return (heads * dim, 1), (heads * runs, 2), (heads, dim), (heads, 2 * runs)
+            size = 4 if kv_type == "f32" else 2
+            return (heads * dim, size), (heads, size * dim)
+
+        heads = (config.heads[n] for n in config.attention_layers)
+        return cls(layers=tuple(parts(h.num_kv_heads, h.dim) for h in heads), state_bytes=config.state_bytes)
 
     @property
     def position_bytes(self) -> int:
-        return self.num_layers * sum(rows * width for rows, width in self.parts)
+        return sum(map(_bytes_of, self.layers))
+
+    @property
+    def offsets(self) -> list[int]:
+        """Bytes from the start of a block to each layer."""
+        return [BLOCK_SIZE * size for size in accumulate(map(_bytes_of, self.layers[:-1]), initial=0)]
 
     @property
     def block_bytes(self) -> int:
@@ -104,16 +108,26 @@ class KVLayout:
             target[:, :, first:last] = source[:, :, skip : skip + last - first]
 
     def _views(self, data: NDArray[np.uint8], count: int) -> list[NDArray[np.unsignedinteger]]:
-        """Each part of `count` packed positions, as a view [layers, rows, count, words of a position]."""
-        layers = data.reshape(self.num_layers, -1)
+        """Each part of `count` packed positions, as a view [layers, rows, count, words of a position].
+
+        Of layers that follow one another and are alike it is one view.
+        """
         found: list[NDArray[np.unsignedinteger]] = []
-        start = 0
-        for rows, width in self.parts:
-            word = next(size for size in (8, 4, 2, 1) if width % size == 0)  # NumPy copies a word at a time
-            end = start + rows * count * width
-            found.append(layers[:, start:end].view(f"u{word}").reshape(self.num_layers, rows, count, width // word))
-            start = end
+        for parts, alike in groupby(self.layers):
+            number = len(list(alike))
+            some, data = np.split(data, [number * count * _bytes_of(parts)])
+            layers, start = some.reshape(number, -1), 0
+            for rows, width in parts:
+                word = next(size for size in (8, 4, 2, 1) if width % size == 0)  # NumPy copies a word at a time
+                end = start + rows * count * width
+                found.append(layers[:, start:end].view(f"u{word}").reshape(number, rows, count, width // word))
+                start = end
         return found
+
+
+def _bytes_of(parts: Parts) -> int:
+    """Bytes of a position in a layer."""
+    return sum(rows * width for rows, width in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +149,7 @@ class Identity:
     ) -> Identity:
         """Of a model with its K/V in this type."""
         arch = config.arch
-        rope = [config.rope_base, config.rope_dim, config.rope_scale, list(config.rope_factors)]
+        rope = [config.rope_base, config.heads[0].rope_dim, config.rope_scale, list(config.rope_factors)]
         rope += [arch.neox_rope, arch.local_rope_base, arch.local_layers, config.window]
         return cls(
             model=bytes.fromhex(content_hash),
@@ -197,6 +211,8 @@ class HeaderError(Exception):
 
 def pack_header(identity: Identity, nonce: bytes) -> bytes:
     """The header of a file. `nonce` [16] is a random number of its own for each file."""
+    layout = identity.layout
+    kinds = list(dict.fromkeys(layout.layers))
     body = _IDENTITY.pack(
         identity.numerics_version,
         identity.model,
@@ -204,13 +220,15 @@ def pack_header(identity: Identity, nonce: bytes) -> bytes:
         identity.architecture.encode("ascii"),
         identity.kv_type.encode("ascii"),
         BLOCK_SIZE,
-        identity.layout.num_layers,
-        len(identity.layout.parts),
+        len(layout.layers),
+        len(kinds[0]),
         nonce,
-    ) + b"".join(_PART.pack(*part) for part in identity.layout.parts)
-    if identity.layout.state_bytes:
-        body += _STATE.pack(identity.layout.state_bytes)
-    version = 2 if identity.layout.state_bytes else 1
+    ) + b"".join(_PART.pack(*part) for parts in kinds for part in parts)
+    version = 3 if len(kinds) > 1 else 2 if layout.state_bytes else 1
+    if version == 3:
+        body += bytes(kinds.index(parts) for parts in layout.layers)
+    if version > 1:
+        body += _STATE.pack(layout.state_bytes)
     header = _START.pack(MAGIC, version, _START.size + len(body) + _CHECK.size) + body
     return header + _CHECK.pack(zlib.crc32(header))
 
@@ -237,11 +255,8 @@ def read_header(start: bytes) -> tuple[bytes, Identity]:
     numerics, model, rope, architecture, kv_type, block_size, num_layers, num_parts, _ = _IDENTITY.unpack_from(
         header, _START.size
     )
-    parts, state_bytes = header[_START.size + _IDENTITY.size : -_CHECK.size], 0
-    if version == 2 and len(parts) >= _STATE.size:
-        (state_bytes,) = _STATE.unpack_from(parts, len(parts) - _STATE.size)
-        parts = parts[: -_STATE.size]
-    if len(parts) != num_parts * _PART.size:
+    layout = _layout_in(header[_START.size + _IDENTITY.size : -_CHECK.size], version, num_layers, num_parts)
+    if layout is None:
         raise HeaderError("its header is damaged")
     if block_size != BLOCK_SIZE:
         raise HeaderError(f"its blocks have {block_size:,} positions, and {BLOCK_SIZE} are in use")
@@ -250,9 +265,24 @@ def read_header(start: bytes) -> tuple[bytes, Identity]:
         architecture=_text(architecture),
         rope=rope,
         kv_type=_text(kv_type),
-        layout=KVLayout(num_layers=num_layers, parts=tuple(_PART.iter_unpack(parts)), state_bytes=state_bytes),
+        layout=layout,
         numerics_version=numerics,
     )
+
+
+def _layout_in(rest: bytes, version: int, num_layers: int, num_parts: int) -> KVLayout | None:
+    """What a header says from its parts on; None if it makes no sense."""
+    state_bytes, numbers = 0, bytes(num_layers) if num_layers <= MAX_LAYERS else b""
+    if version > 1 and len(rest) >= _STATE.size:
+        rest, (state_bytes,) = rest[: -_STATE.size], _STATE.unpack_from(rest, len(rest) - _STATE.size)
+    if version > 2 and len(rest) >= num_layers:
+        rest, numbers = rest[: len(rest) - num_layers], rest[len(rest) - num_layers :]
+    size = num_parts * _PART.size
+    num_kinds = max(numbers, default=-1) + 1
+    if not num_kinds or not size or len(rest) != num_kinds * size:
+        return None
+    kinds = [tuple(_PART.iter_unpack(rest[n * size : (n + 1) * size])) for n in range(num_kinds)]
+    return KVLayout(layers=tuple(kinds[n] for n in numbers), state_bytes=state_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,21 +64,22 @@ class ModelMatrices:
 
     def __init__(self, gguf: GGUFFile, c: ModelConfig) -> None:
         self.config = c
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
         def matrix(
             name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0, run: int = 0
         ) -> Matrix:
             return Matrix(gguf, f"{name}.weight", (rows, columns), part, experts, run)
 
-        def qkv(block: str) -> tuple[Matrix, ...]:
+        def qkv(n: int) -> tuple[Matrix, ...]:
+            block, heads = f"blk.{n}", c.heads[n]
+            queries, keys = c.num_heads * heads.dim, heads.keys
             if f"{block}.attn_qkv.weight" in gguf.tensors:
                 return (matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
             rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
             if not c.arch.delta_layers:
                 return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
             # Each head of q is followed by its gate.
-            q, gate = (matrix(f"{block}.attn_q", queries, c.hidden_size, (i, 2), run=c.head_dim) for i in range(2))
+            q, gate = (matrix(f"{block}.attn_q", queries, c.hidden_size, (i, 2), run=heads.dim) for i in range(2))
             return (q, *(matrix(f"{block}.{name}", keys, c.hidden_size) for name in ("attn_k", "attn_v")), gate)
 
         def delta(block: str, sizes: DeltaSizes) -> tuple[Matrix, ...]:
@@ -103,7 +104,7 @@ class ModelMatrices:
             block = f"blk.{n}"
             if c.delta is not None and c.is_delta(n):
                 return delta(block, c.delta), matrix(f"{block}.ssm_out", c.hidden_size, c.delta.values)
-            return qkv(block), matrix(f"{block}.attn_output", c.hidden_size, queries)
+            return qkv(n), matrix(f"{block}.attn_output", c.hidden_size, c.num_heads * c.heads[n].dim)
 
         def feed_forward(block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
             down = matrix(f"{block}.ffn_down{suffix}", c.hidden_size, ffn_size, experts=experts)

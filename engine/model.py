@@ -23,7 +23,6 @@ from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
 from engine.kernels.build import CompiledKernels
 from engine.kernels.formats import WeightFormat
-from engine.kernels.kv_types import runs_of
 from engine.kernels.layout import compiled
 from engine.kernels.matmul import matmul_module
 from engine.kernels.program import CONTEXT, Stored
@@ -34,8 +33,6 @@ from engine.kv_layout import NUMERICS_VERSION, KVLayout
 from engine.matrices import ModelMatrices
 from engine.operations import Program
 from engine.weights import Matrix, Weights
-
-_NUMBER_BYTES: dict[KVType, int] = {"f16": 2, "f32": 4, "q8_0": 1}
 
 Progress = Callable[[str, float], None]
 
@@ -177,14 +174,10 @@ class Model:
             "activations": self._program.activations.ctypes.data,
             "hidden": c.hidden_size,
             "num_heads": c.num_heads,
-            "num_kv_heads": c.num_kv_heads,
-            "head_dim": c.head_dim,
             "eps": b.constants[0:].ctypes.data,
             "scale": b.constants[1:].ctypes.data,
             "kv_block_bytes": self.kv_block_bytes,
             "kv_stored": Stored[self.kv_type.upper()],
-            "kv_head_bytes": BLOCK_SIZE * c.head_dim * _NUMBER_BYTES[self.kv_type],
-            "kv_scale_bytes": BLOCK_SIZE * 2 * runs_of(c.head_dim) if self.kv_type == "q8_0" else 0,
             "one": b.constants[6:].ctypes.data,
             "delta_scale": b.constants[7:].ctypes.data,
             "state_bytes": self.state_bytes,

@@ -29,10 +29,9 @@ class Step:
 
     logits: Floats
     """[T, V]."""
-    keys: Cached
-    """[layers with keys, T, G, D], as the cache holds them; q8_0 as what it stands for."""
-    values: Cached
-    """[layers with keys, T, G, D]."""
+    keys: tuple[Cached, ...]
+    """Of each layer with keys [T, G, D], as the cache holds them; q8_0 as what it stands for."""
+    values: tuple[Cached, ...]
     states: Floats
     """Running states [layers with such, layer_bytes / 4], as a slot holds them."""
 
@@ -104,7 +103,7 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
         x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
     normed = _normed(c, t, "output_norm", x, c.logit_factor)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
-    keys, values = (np.stack(of_layers) for of_layers in zip(*cache))
+    keys, values = zip(*cache)
     logits = t.multiply(head, normed)
     if "output.bias" in t:
         logits = logits + t.vector("output.bias")
@@ -152,28 +151,28 @@ def _taken(c: ModelConfig, t: _Tensors, norm: str, x: Floats) -> Floats:
 
 def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats | None, Floats, Floats, Floats]:
     """Of a layer the gate [T, H D] f32, if it has one, q [T, H, D] f32 with the attention scale, k and v [T, G, D]."""
-    normed = _taken(c, t, f"blk.{layer}.attn_norm", x)
+    normed, sizes = _taken(c, t, f"blk.{layer}.attn_norm", x), c.heads[layer]
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
     heads, names, gate = [], ("attn_q", "attn_k", "attn_v"), None
     fused = f"blk.{layer}.attn_qkv"
     if f"{fused}.weight" in t:
-        ends = np.cumsum([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim])
+        ends = np.cumsum([c.num_heads * sizes.dim, sizes.keys])
         whole = t.multiply(f"{fused}.weight", normed)
         computed = np.split(whole + t.vector(f"{fused}.bias") if f"{fused}.bias" in t else whole, ends, axis=1)
     else:
         computed = [t.multiply(f"blk.{layer}.{name}.weight", normed) for name in names]
     if c.arch.delta_layers:  # each head of q is followed by its gate
-        both = computed[0].reshape(len(x), c.num_heads, 2, c.head_dim)
+        both = computed[0].reshape(len(x), c.num_heads, 2, sizes.dim)
         computed[0], gate = (both[:, :, i].reshape(len(x), -1) for i in range(2))
     for name, y in zip(names, computed, strict=True):
         if f"blk.{layer}.{name}.bias" in t:
             y = y + t.vector(f"blk.{layer}.{name}.bias")
         if not c.arch.whole_head_norms:
-            y = y.reshape(len(x), -1, c.head_dim)
+            y = y.reshape(len(x), -1, sizes.dim)
         norm = f"blk.{layer}.{name}_norm.weight"
         if norm in t and not c.arch.late_head_norms:
             y = _normed_heads(c, t, norm, y)
-        y = y.reshape(len(x), -1, c.head_dim)
+        y = y.reshape(len(x), -1, sizes.dim)
         rotated = name != "attn_v" and c.is_rotated(layer)
         y = twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y
         heads.append(_normed_heads(c, t, norm, y) if norm in t and c.arch.late_head_norms else y)

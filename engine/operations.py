@@ -16,8 +16,10 @@ from engine.gguf_file import GGUFFile
 from engine.kernels.attention import STATE
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import ROWS
+from engine.kernels.kv_types import NUMBER_BYTES, runs_of
 from engine.kernels.plan import TAPS
 from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Gate, Op
+from engine.kv_cache import BLOCK_SIZE
 from engine.matrices import FeedForward, LayerMatrices
 from engine.quant import dequantize
 from engine.weights import Matrix, load_vector, zeroed
@@ -51,7 +53,8 @@ class Program:
         rows, slots = model.max_rows, self._buffers.num_slots
         self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
         outputs = [[y.output for n, y in enumerate(layers.layers) if c.is_delta(n) == is_delta] for is_delta in (0, 1)]
-        self._attended = self._activation(c.num_heads * c.head_dim, outputs[0], rows)
+        widths = {m.num_columns for m in outputs[0]}
+        self._attended = {w: self._activation(w, [m for m in outputs[0] if m.num_columns == w], rows) for w in widths}
         self._recalled = self._activation(c.delta.values, outputs[1], rows) if c.delta else 0
         self._gated = self._activation(c.ffn_size, [part.down for part in dense], rows)
         if c.experts:
@@ -131,8 +134,8 @@ class Program:
 
     def _bias(self, layer: int) -> int:
         """Address of the biases of q, k and v in a row, or 0 if there are none."""
-        c = self._config
-        sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+        heads = self._config.heads[layer]
+        sizes = {"q": self._config.num_heads * heads.dim, "k": heads.keys, "v": heads.keys}
         whole = f"blk.{layer}.attn_qkv.bias"
         if whole in self._gguf.tensors:
             return self._keep(load_vector(self._gguf, whole, sum(sizes.values())))
@@ -143,16 +146,16 @@ class Program:
 
     def _head_norms(self, layer: int) -> dict[str, int]:
         """What HEADS has to know of the norms of q and k: StableLM 2 and Command R+ have weights for each head."""
-        c = self._config
+        c, dim = self._config, self._config.heads[layer].dim
         found = {"centred": int(c.arch.norm == "centred"), "late_norms": int(c.arch.late_head_norms)}
-        for which, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
+        for which, heads in (("q", c.num_heads), ("k", c.heads[layer].num_kv_heads)):
             name = f"blk.{layer}.attn_{which}_norm"
             info = self._gguf.tensors.get(f"{name}.weight")
             if info is None or c.arch.whole_head_norms:
                 continue
             own = len(info.shape) > 1
-            found[f"{which}_norm"] = self._vector(name, *((heads, c.head_dim) if own else (c.head_dim,)))
-            found["norm_bytes"] = 4 * c.head_dim if own else 0
+            found[f"{which}_norm"] = self._vector(name, *((heads, dim) if own else (dim,)))
+            found["norm_bytes"] = 4 * dim if own else 0
         return found
 
     # ------------------------------------------------------------------ the operations
@@ -182,7 +185,8 @@ class Program:
             self._multiply(self._recalled, (layer.output,), self._buffers.x, add=1)
         else:
             self._attend(n, layer)
-            self._into_stream(self._attended, layer.output, f"blk.{n}.post_attention_norm")
+            activation = self._attended[layer.output.num_columns]
+            self._into_stream(activation, layer.output, f"blk.{n}.post_attention_norm")
         if not c.is_parallel:
             self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
         if layer.experts:
@@ -192,12 +196,12 @@ class Program:
 
     def _attend(self, n: int, layer: LayerMatrices) -> None:
         """activation = what attention gives."""
-        c, b = self._config, self._buffers
+        c, b, heads = self._config, self._buffers, self._config.heads[n]
         if c.arch.whole_head_norms:
-            self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads)
-            self._whole_norm(f"blk.{n}.attn_k_norm", c.num_heads, c.num_kv_heads)
+            self._whole_norm(f"blk.{n}.attn_q_norm", 0, c.num_heads * heads.dim)
+            self._whole_norm(f"blk.{n}.attn_k_norm", c.num_heads * heads.dim, heads.keys)
         local = c.is_local(n)
-        kv_offset = c.attention_layers.index(n) * (self._model.kv_block_bytes // len(c.attention_layers))
+        cache = self._cache(n)
         cos, sin = self._rope[local]
         self._add(
             Op.HEADS,
@@ -206,18 +210,37 @@ class Program:
             q_scales=self._q_scales,
             cos=cos,
             sin=sin,
-            half=c.rope_dim // 2 if c.is_rotated(n) else 0,
+            half=heads.rope_dim // 2 if c.is_rotated(n) else 0,
             neox=int(c.arch.neox_rope),
-            kv_offset=kv_offset,
+            **cache,
         )
         # K and V of every row are in the cache; only the wanted rows need what comes after.
         self._keep_wanted(n)
         window = c.window if local else 0
         cap = b.constants[3:].ctypes.data if c.attention_cap else 0
-        self._add(Op.ATTEND, kv_offset=kv_offset, window=window, cap=cap)
+        self._add(Op.ATTEND, window=window, cap=cap, **cache)
         gate = self._offsets[id(layer.qkv[3])] if c.arch.delta_layers else 0
-        share = self._share(self._attended, c.head_dim)
-        self._add(Op.MERGE, activation=self._attended, window=window, share=share, gate=gate, sinks=self._sinks(n))
+        activation = self._attended[layer.output.num_columns]
+        self._add(
+            Op.MERGE,
+            activation=activation,
+            head_dim=heads.dim,
+            window=window,
+            share=self._share(activation, heads.dim),
+            gate=gate,
+            sinks=self._sinks(n),
+        )
+
+    def _cache(self, n: int) -> dict[str, int]:
+        """Where the keys and values that a layer looks at lie in a block."""
+        c, heads, kv_type = self._config, self._config.heads[n], self._model.kv_type
+        return {
+            "head_dim": heads.dim,
+            "num_kv_heads": heads.num_kv_heads,
+            "kv_offset": self._model.kv_layout.offsets[c.attention_layers.index(n)],
+            "kv_head_bytes": BLOCK_SIZE * heads.dim * NUMBER_BYTES[kv_type],
+            "kv_scale_bytes": BLOCK_SIZE * 2 * runs_of(heads.dim) if kv_type == "q8_0" else 0,
+        }
 
     def _recall(self, n: int, sizes: DeltaSizes, layer: LayerMatrices) -> None:
         """activation = what the running state gives."""
@@ -300,7 +323,7 @@ class Program:
         c, name = self._config, f"blk.{n}.attn_sinks"
         if not c.arch.sinks:
             return 0
-        states = np.zeros((c.num_heads, STATE + c.head_dim), np.float32)
+        states = np.zeros((c.num_heads, STATE + c.heads[n].dim), np.float32)
         states[:, 0], states[:, 1] = load_vector(self._gguf, f"{name}.weight", c.num_heads), 1
         return self._keep(states)
 
@@ -334,15 +357,15 @@ class Program:
         else:
             self._add(Op.NORM, activation=self._hidden)
 
-    def _whole_norm(self, name: str, first: int, heads: int) -> None:
-        """A norm over some heads of q, k and v together."""
-        qkv, dim = self._buffers.qkv, self._config.head_dim
+    def _whole_norm(self, name: str, first: int, count: int) -> None:
+        """A norm over `count` numbers of q, k and v from the first on, all heads together."""
+        qkv = self._buffers.qkv
         self._add(
             Op.ROW_NORM,
-            out=qkv.ctypes.data + 4 * first * dim,
+            out=qkv.ctypes.data + 4 * first,
             out_bytes=qkv.strides[0],
-            count=heads * dim,
-            weight=self._vector(name, heads * dim),
+            count=count,
+            weight=self._vector(name, count),
         )
 
     def _multiply(self, activation: int, matrices: tuple[Matrix, ...], out: NDArray[np.float32], add: int = 0) -> None:

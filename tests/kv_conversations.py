@@ -11,8 +11,9 @@ import numpy as np
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from engine.kv_file import Identity, KVFile, KVLayout
 
-SMALL = KVLayout(num_layers=1, parts=((1, 2), (1, 4)))
-ODD = KVLayout(num_layers=3, parts=((5, 2), (2, 10), (3, 1)))
+SMALL = KVLayout(layers=(((1, 2), (1, 4)),))
+ODD = KVLayout(layers=(*(((5, 2), (2, 10), (3, 1)),) * 2, ((3, 2), (1, 5), (2, 3)), ((5, 2), (2, 10), (3, 1))))
+"""Layers that are not all alike."""
 
 
 def identity(layout: KVLayout = SMALL, **changes: object) -> Identity:
@@ -35,8 +36,8 @@ def kv_of(ids: Sequence[int], layout: KVLayout) -> np.ndarray:
 def _offsets(layout: KVLayout, slot: int) -> np.ndarray:
     """Where in a block the bytes of a slot lie [position_bytes]."""
     found, start = [], 0
-    for _ in range(layout.num_layers):
-        for rows, width in layout.parts:
+    for parts in layout.layers:
+        for rows, width in parts:
             for row in range(rows):
                 found += [start + (row * BLOCK_SIZE + slot) * width + byte for byte in range(width)]
             start += rows * BLOCK_SIZE * width

@@ -23,7 +23,7 @@ from kv_conversations import ODD, Conversation, restored
 from engine.kv_file import KVFile, KVLayout
 from engine.kv_folder import prepare
 
-WIDE = KVLayout(num_layers=8, parts=((64, 2), (2, 64)))
+WIDE = KVLayout(layers=(((64, 2), (2, 64)),) * 8)
 CALLS = ("pwritev", "ftruncate", "fsync", "fdatasync", "replace", "open", "unlink")
 
 

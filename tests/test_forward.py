@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -461,32 +462,30 @@ class Runner:
         assert self.model.config.delta is not None
         return self.pool.states.memory[slot].view(np.float32).reshape(len(self.model.config.delta.layers), -1)
 
-    def cache(self, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [layers, S, G, D] of a conversation, out of the pool's blocks; q8_0 as what it stands for."""
-        c, kv_type = self.model.config, self.model.kv_type
+    def cache(self, table: BlockTable) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Of each layer that has some, keys and values [S, G, D] of a conversation; q8_0 as what it stands for."""
+        c, kv_type, found = self.model.config, self.model.kv_type, ([], [])
         number = {"f16": np.float16, "f32": np.float32, "q8_0": np.int8}[kv_type]
-        runs = -(-c.head_dim // 32) if kv_type == "q8_0" else 0
-        memory = self.pool.memory[table.blocks].reshape(len(table.blocks), len(c.attention_layers), 2, -1)
-        split = c.num_kv_heads * c.head_dim * BLOCK_SIZE * np.dtype(number).itemsize
+        memory, start = self.pool.memory[table.blocks], 0
 
-        def positions(part: np.ndarray, which: int, width: int) -> np.ndarray:
-            """[layers, S, G, width] of numbers or scales of the keys (0) or values (1)."""
-            shape = (width, BLOCK_SIZE) if which == 0 else (BLOCK_SIZE, width)
-            heads = part.reshape(*part.shape[:2], c.num_kv_heads, *shape)
-            if which == 0:
-                heads = heads.swapaxes(-1, -2)
-            flat = (len(c.attention_layers), -1, c.num_kv_heads, width)
-            return heads.transpose(1, 0, 3, 2, 4).reshape(flat)[:, : len(table)]
+        def positions(kind: Any, heads: int, width: int, is_key: bool) -> np.ndarray:
+            """[S, G, width] of what comes next in the blocks: numbers or scales."""
+            nonlocal start
+            end = start + heads * width * BLOCK_SIZE * np.dtype(kind).itemsize
+            shape = (width, BLOCK_SIZE) if is_key else (BLOCK_SIZE, width)
+            part = np.ascontiguousarray(memory[:, start:end]).view(kind).reshape(-1, heads, *shape)
+            start = end
+            return (part.swapaxes(-1, -2) if is_key else part).swapaxes(1, 2).reshape(-1, heads, width)[: len(table)]
 
-        found = []
-        for which in (0, 1):
-            numbers = np.ascontiguousarray(memory[:, :, which, :split]).view(number)
-            cached = positions(numbers, which, c.head_dim)
-            if runs:
-                scales = np.ascontiguousarray(memory[:, :, which, split:]).view(np.float16)
-                cached = twins.from_q8_0(cached, positions(scales, which, runs))
-            found.append(cached)
-        return found[0], found[1]
+        for n in c.attention_layers:
+            heads, dim = c.heads[n].num_kv_heads, c.heads[n].dim
+            for is_key, layers in zip((True, False), found, strict=True):
+                cached = positions(number, heads, dim, is_key)
+                if kv_type == "q8_0":
+                    cached = twins.from_q8_0(cached, positions(np.float16, heads, -(-dim // 32), is_key))
+                layers.append(cached)
+        assert start == memory.shape[1]
+        return found
 
 
 @contextmanager
@@ -524,8 +523,8 @@ def tokens(count: int, vocab: int = 300, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, count)
 
 
-def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[np.ndarray, np.ndarray]) -> None:
-    for ours, theirs in zip(runner.cache(table), expected):
+def assert_same_cache(runner: Runner, table: BlockTable, expected: tuple[Sequence[np.ndarray], ...]) -> None:
+    for ours, theirs in zip(chain(*runner.cache(table)), chain(*expected), strict=True):
         assert_same_bits(ours, theirs)
 
 
@@ -681,7 +680,7 @@ def test_more_threads_than_cpus_do_not_show_in_steps_of_any_size(tiny: Callable[
             found.append((np.concatenate(logits), runner.cache(table)))
     for logits, cache in found[1:]:
         assert_same_bits(logits, found[0][0])
-        for ours, theirs in zip(cache, found[0][1], strict=True):
+        for ours, theirs in zip(chain(*cache), chain(*found[0][1]), strict=True):
             assert_same_bits(ours, theirs)
 
 
@@ -770,7 +769,7 @@ def checksum(folder: str) -> str:
             table = runner.table()
             for chunk in (90, 1, 5):
                 digest.update(runner.feed(table, tokens(91, seed=chunk), chunk, range(0, 300, 3)).tobytes())
-            for part in runner.cache(table):
+            for part in chain(*runner.cache(table)):
                 digest.update(part.tobytes())
     return digest.hexdigest()
 

@@ -344,7 +344,7 @@ def test_a_save_looks_at_what_nobody_restored_before_it_counts_it_as_saved(path:
         ({"architecture": "qwen2"}, "made with architecture qwen2, and this is llama"),
         ({"rope": b"x" * 32}, "made with other RoPE settings"),
         ({"kv_type": "q8_0"}, "made with another KV type, q8_0, and f16 is in use"),
-        ({"layout": KVLayout(num_layers=1, parts=((2, 1), (1, 4)))}, "its blocks are laid out differently"),
+        ({"layout": KVLayout(layers=(((2, 1), (1, 4)),))}, "its blocks are laid out differently"),
         ({"layout": ODD}, "its blocks are laid out differently"),
         ({"numerics_version": 7}, f"made with version 7 of the numerics, and this is {NUMERICS_VERSION}"),
     ],
@@ -363,9 +363,9 @@ def test_kv_of_something_else_is_refused_with_the_reason_and_kept_until_the_next
 
 
 def test_a_newer_version_is_refused_whatever_it_looks_like_and_kept_until_the_next_save(path: Path) -> None:
-    newer = b"GIW kv cache" + struct.pack("<I", 3) + b"anything may be different here"
+    newer = b"GIW kv cache" + struct.pack("<I", 4) + b"anything may be different here"
     path.write_bytes(newer)
-    assert restored(path) == ([], "written by a newer version: its format is 3, and this program knows 2")
+    assert restored(path) == ([], "written by a newer version: its format is 4, and this program knows 3")
     assert path.read_bytes() == newer
     save_again(path, range(50))
 
@@ -397,7 +397,7 @@ def test_the_identity_names_the_rotation_and_the_place_of_every_number(tmp_path:
 
     llama = of("llama")
     assert of("the same") == llama
-    assert llama.layout == KVLayout(num_layers=2, parts=((128, 2), (2, 128)))
+    assert llama.layout == KVLayout(layers=(((128, 2), (2, 128)),) * 2)
     base = replace(of("base", rope_base=50000.0), model=llama.model)
     factors = replace(of("factors", rope_factors=np.geomspace(1, 8, 32).tolist()), model=llama.model)
     assert base.mismatch(llama) == factors.mismatch(llama) == "made with other RoPE settings"
@@ -406,7 +406,7 @@ def test_the_identity_names_the_rotation_and_the_place_of_every_number(tmp_path:
 
 # ---------------------------------------------------------------------- what a save writes
 def test_a_turn_writes_only_what_it_added(path: Path) -> None:
-    layout = KVLayout(num_layers=28, parts=((256, 2), (2, 256)))
+    layout = KVLayout(layers=(((256, 2), (2, 256)),) * 28)
     conversation = Conversation(path, layout, num_blocks=20)
     conversation.table.reserve(64 * 16)
     with KVFile.open(path, conversation.identity) as file:

@@ -41,7 +41,7 @@ CONTEXT = 2048
 
 def identity(model: bytes = b"m" * 32) -> Identity:
     """Of the stand-in: a number of 8 bytes for each position."""
-    layout = KVLayout(num_layers=1, parts=((1, 8),))
+    layout = KVLayout(layers=(((1, 8),),))
     return Identity(model=model, architecture="none", rope=b"r" * 32, kv_type="f16", layout=layout)
 
 

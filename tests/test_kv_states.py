@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kv_conversations import SMALL, Conversation, identity, kv_of
+from kv_conversations import ODD, SMALL, Conversation, identity, kv_of
 
 from engine import kv_layout
 from engine.kv_cache import BLOCK_SIZE, BlockTable, StatePool
@@ -18,7 +21,7 @@ from engine.kv_file import MAX_STATES, KVFile
 from engine.kv_folder import KVFileError
 from engine.kv_layout import KVLayout, pack_header, read_header
 
-LAYOUT = KVLayout(num_layers=SMALL.num_layers, parts=SMALL.parts, state_bytes=48)
+LAYOUT = KVLayout(layers=SMALL.layers, state_bytes=48)
 
 
 def state_of(ids: Sequence[int]) -> np.ndarray:
@@ -198,13 +201,33 @@ def test_a_disk_without_room_for_a_state_is_said_before_anything_is_written(
         assert path.stat().st_size == size
 
 
-def test_files_without_states_are_those_of_version_1_and_the_others_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    for layout, version in ((SMALL, 1), (LAYOUT, 2)):
+def test_a_file_has_the_first_version_that_can_say_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout, version in ((SMALL, 1), (LAYOUT, 2), (ODD, 3), (replace(ODD, state_bytes=48), 3)):
         header = pack_header(identity(layout), bytes(16))
         assert int.from_bytes(header[12:16], "little") == version
         assert read_header(header)[1] == identity(layout)
-    other = identity(KVLayout(num_layers=SMALL.num_layers, parts=SMALL.parts, state_bytes=64))
+    other = identity(KVLayout(layers=SMALL.layers, state_bytes=64))
     assert other.mismatch(identity(LAYOUT)) == "its blocks are laid out differently"
+    assert (
+        identity(replace(ODD, layers=ODD.layers[::-1])).mismatch(identity(ODD)) == "its blocks are laid out differently"
+    )
     monkeypatch.setattr(kv_layout, "VERSION", 1)
     with pytest.raises(kv_layout.HeaderError, match="its format is 2, and this program knows 1"):
         read_header(pack_header(identity(LAYOUT), bytes(16)))
+
+
+@pytest.mark.parametrize("numbers", [b"", b"\0\0\1", b"\0\0\2\0", b"\0\0\1\0\0", bytes(4), b"\0\0\xff\0"])
+def test_a_header_that_names_other_layers_than_it_has_is_damaged(numbers: bytes) -> None:
+    header = pack_header(identity(ODD), bytes(16))
+    assert header[-16:-12] == b"\0\0\1\0"
+    size = struct.pack("<I", len(header) - 4 + len(numbers))
+    wrong = header[:16] + size + header[20:-16] + numbers + header[-12:-4]
+    with pytest.raises(kv_layout.HeaderError, match="its header is damaged"):
+        read_header(wrong + struct.pack("<I", zlib.crc32(wrong)))
+
+
+def test_a_header_of_more_layers_than_a_model_has_is_damaged_and_takes_no_memory() -> None:
+    header = pack_header(identity(SMALL), bytes(16))
+    wrong = header[:116] + b"\xff" * 4 + header[120:-4]
+    with pytest.raises(kv_layout.HeaderError, match="its header is damaged"):
+        read_header(wrong + struct.pack("<I", zlib.crc32(wrong)))

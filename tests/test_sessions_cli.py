@@ -70,7 +70,8 @@ def test_the_list_says_what_a_token_takes_in_each_cache_and_in_which_type(sessio
     """28 layers, K and V, a width of 256, and bytes of a number: as Qwen2.5 1.5B has them."""
     for kv_type, num_bytes in (("f16", 28_672), ("f32", 57_344), ("q8_0", 15_232)):
         id = kept(store, ("one", "1"), name=kv_type)
-        sizes = SimpleNamespace(attention_layers=range(28), num_kv_heads=2, head_dim=128, state_bytes=0)
+        heads = SimpleNamespace(num_kv_heads=2, dim=128)
+        sizes = SimpleNamespace(attention_layers=range(28), heads=[heads] * 28, state_bytes=0)
         mine = identity(KVLayout.of(sizes, kv_type), kv_type=kv_type)
         store.kv_path(id).write_bytes(pack_header(mine, bytes(16)))
         assert f"  {num_bytes:,} bytes ({kv_type})  " in sessions()[0]

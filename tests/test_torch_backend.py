@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_exact_weights_give_logits_and_kv_within_millionths(name: str, tiny: Cal
     largest, mean = differences(ours, theirs)
     assert largest < (1e-4 if has_states else 3e-5)
     assert mean < 4e-6
-    for found, wanted in zip(cache, expected):
+    for found, wanted in zip(chain(*cache), chain(*expected), strict=True):
         assert np.abs(found - wanted).max() < 1e-4 * wanted.std()
 
 
@@ -290,7 +291,7 @@ def test_a_device_with_memory_of_its_own_has_the_same_blocks(tiny: Callable[...,
 
 
 # ---------------------------------------------------------------- what it refuses
-@pytest.mark.parametrize(("known", "name"), [("_KNOWN_FACTS", "unrotated_layers"), ("_KNOWN_SIZES", "rope_dim")])
+@pytest.mark.parametrize(("known", "name"), [("_KNOWN_FACTS", "unrotated_layers"), ("_KNOWN_SIZES", "rope_scale")])
 def test_a_fact_of_an_architecture_that_it_does_not_know_is_refused_by_name(
     known: str, name: str, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,17 @@ a head has at one position (16 at the end where D is no multiple of 32): scales 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from llvmlite import ir
 
+from engine.api import KVType
 from engine.kernels.ir import F16, F32, I8, I32, I64, VF, VI, Int, KernelBuilder, Value, fill, vector
 
 RUN = 32
 """Numbers of a head that share a scale in q8_0."""
+NUMBER_BYTES: Mapping[KVType, int] = MappingProxyType({"f16": 2, "f32": 4, "q8_0": 1})
 LARGEST_HALF = 65504.0
 LARGEST_FLOAT = 3.4028234663852886e38
 

@@ -113,7 +113,11 @@ OPERATION = _record(
     "sin",
     "half",  # rotated pairs of a head
     "neox",
-    "kv_offset",  # bytes of this layer's keys from the start of a KV block; the values follow them
+    "head_dim",  # HEADS, ATTEND, MERGE: of this layer
+    "num_kv_heads",
+    "kv_offset",  # bytes of the keys from the start of a KV block; the values follow them
+    "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
+    "kv_scale_bytes",  # of their scales; 0: there are none
     "window",  # ATTEND: positions a row sees, itself included; 0: all
     "share",  # values of a share of work, where a row is shared
     "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
@@ -152,15 +156,11 @@ CONTEXT = _record(
     # the model
     "hidden",
     "num_heads",
-    "num_kv_heads",
-    "head_dim",
     "eps",  # address of an f32
     "scale",  # address of an f32: what q is multiplied with
     "kv_memory",
     "kv_block_bytes",
     "kv_stored",  # of Stored
-    "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
-    "kv_scale_bytes",  # of their scales; 0: there are none
     # layers with a running state
     "key_heads",
     "value_heads",

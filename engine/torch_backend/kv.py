@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import KVType
-from engine.config import ModelConfig
+from engine.config import Heads
 from engine.errors import OutOfMemoryError
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN, runs_of
 from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
@@ -76,29 +76,29 @@ def memory_of(pool: KVPool) -> Tensor:
     return pool.blocks if isinstance(pool, _OnDevice) else torch.from_numpy(pool.memory)
 
 
-class KVStore:
-    """The numbers in a pool's blocks, layer with keys and values after layer."""
+class LayerStore:
+    """The keys and values of one layer in a pool's blocks, from byte `start` of each on."""
 
-    def __init__(self, config: ModelConfig, kv_type: KVType, pool: KVPool) -> None:
+    def __init__(self, heads: Heads, kv_type: KVType, pool: KVPool, start: int) -> None:
         self._kv_type = kv_type
-        self._dim = config.head_dim
-        heads, dim = config.num_kv_heads, config.head_dim
-        layers = memory_of(pool).unflatten(-1, (len(config.attention_layers), -1))
+        self._dim = heads.dim
+        count, dim = heads.num_kv_heads, heads.dim
+        memory = memory_of(pool)[:, start:]
         dtype = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}[kv_type]
         runs = runs_of(dim) if kv_type == "q8_0" else 0
-        size = heads * dim * BLOCK_SIZE * dtype.itemsize
-        scales = heads * runs * BLOCK_SIZE * 2
+        size = count * dim * BLOCK_SIZE * dtype.itemsize
+        scales = count * runs * BLOCK_SIZE * 2
 
-        def part(start: int, num_bytes: int, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-            return layers[..., start : start + num_bytes].view(kind).unflatten(-1, shape)
+        def part(first: int, num_bytes: int, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+            return memory[:, first : first + num_bytes].view(kind).unflatten(-1, shape)
 
-        self._keys = part(0, size, dtype, (heads, dim, BLOCK_SIZE))
-        self._values = part(size + scales, size, dtype, (heads, BLOCK_SIZE, dim))
+        self._keys = part(0, size, dtype, (count, dim, BLOCK_SIZE))
+        self._values = part(size + scales, size, dtype, (count, BLOCK_SIZE, dim))
         if runs:
-            self._key_scales = part(size, scales, torch.float16, (heads, runs, BLOCK_SIZE))
-            self._value_scales = part(2 * size + scales, scales, torch.float16, (heads, BLOCK_SIZE, runs))
+            self._key_scales = part(size, scales, torch.float16, (count, runs, BLOCK_SIZE))
+            self._value_scales = part(2 * size + scales, scales, torch.float16, (count, BLOCK_SIZE, runs))
 
-    def store(self, layer: int, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [T, G, D] f32 into slots [T] of blocks [T]."""
         for x, numbers, scales, is_keys in (
             (k, self._keys, "_key_scales", True),
@@ -106,25 +106,25 @@ class KVStore:
         ):
             if self._kv_type == "q8_0":
                 levels, factors = _to_q8_0(x)
-                _put(numbers[:, layer], blocks, slots, levels, is_keys)
-                _put(getattr(self, scales)[:, layer], blocks, slots, factors, is_keys)
+                _put(numbers, blocks, slots, levels, is_keys)
+                _put(getattr(self, scales), blocks, slots, factors, is_keys)
             else:
                 limit = LARGEST_HALF if self._kv_type == "f16" else LARGEST_FLOAT
-                _put(numbers[:, layer], blocks, slots, x.clamp(-limit, limit).to(numbers.dtype), is_keys)
+                _put(numbers, blocks, slots, x.clamp(-limit, limit).to(numbers.dtype), is_keys)
 
-    def keys(self, layer: int, blocks: Tensor) -> Tensor:
+    def keys(self, blocks: Tensor) -> Tensor:
         """[G, D, S] f32 of the 64 S positions of blocks."""
-        found = self._keys[blocks, layer].float()
+        found = self._keys[blocks].float()
         if self._kv_type == "q8_0":
-            scales = self._key_scales[blocks, layer].float().repeat_interleave(RUN, 2)
+            scales = self._key_scales[blocks].float().repeat_interleave(RUN, 2)
             found = found * scales[:, :, : self._dim]
         return found.permute(1, 2, 0, 3).flatten(2)
 
-    def values(self, layer: int, blocks: Tensor) -> Tensor:
+    def values(self, blocks: Tensor) -> Tensor:
         """[G, S, D] f32."""
-        found = self._values[blocks, layer].float()
+        found = self._values[blocks].float()
         if self._kv_type == "q8_0":
-            scales = self._value_scales[blocks, layer].float().repeat_interleave(RUN, 3)
+            scales = self._value_scales[blocks].float().repeat_interleave(RUN, 3)
             found = found * scales[..., : self._dim]
         return found.permute(1, 0, 2, 3).flatten(1, 2)
 

@@ -27,7 +27,7 @@ from engine.kv_layout import KVLayout
 from engine.model import Batch
 from engine.torch_backend.delta import Recurrence, Run, StateStore, runs_of_tile
 from engine.torch_backend.device import Device
-from engine.torch_backend.kv import DevicePool, DeviceStatePool, KVStore
+from engine.torch_backend.kv import DevicePool, DeviceStatePool, LayerStore
 from engine.torch_backend.matrices import Form
 from engine.torch_backend.parts import Norm, even
 from engine.torch_backend.weights import Attention, FeedForward, Layer, TorchWeights
@@ -103,7 +103,7 @@ class TorchModel:
             for local in {self.config.is_local(n) for n in range(self.config.num_layers)}
         }
         self._query_scales = torch.from_numpy(self.config.query_scales(self.max_positions)).to(device.torch)
-        self._store: KVStore | None = None
+        self._stores: dict[int, LayerStore] = {}
         self._states: StateStore | None = None
 
     @property
@@ -122,7 +122,8 @@ class TorchModel:
     def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
         size, device, sizes = self.kv_block_bytes, self._device, self.config.delta
         pool = DevicePool(size, num_blocks, device.torch) if device.own_memory else KVPool(size, num_blocks)
-        self._store = KVStore(self.config, self.kv_type, pool)
+        starts = zip(self.config.attention_layers, self.kv_layout.offsets, strict=True)
+        self._stores = {n: LayerStore(self.config.heads[n], self.kv_type, pool, start) for n, start in starts}
         if sizes is not None:
             size, of_states = self.config.state_bytes, (num_states, num_checkpoints)
             on_device = device.own_memory
@@ -131,7 +132,7 @@ class TorchModel:
         return pool
 
     def close(self) -> None:
-        self._store = self._states = None
+        self._stores, self._states = {}, None
         del self._weights, self._rope, self._query_scales
         if self._device.torch.type == "cuda":
             torch.cuda.empty_cache()
@@ -223,16 +224,15 @@ class TorchModel:
 
     def _attended(self, n: int, layer: Attention, taken: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32 of what the layer takes [rows, hidden]; K and V are in the cache."""
-        c = self.config
-        sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        c, heads = self.config, self.config.heads[n]
+        sizes = [c.num_heads * heads.dim, heads.keys, heads.keys]
         sizes[0] *= 2 if c.arch.delta_layers else 1
         q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
         gate = None
         if c.arch.delta_layers:
-            q, gate = (y.flatten(1) for y in q.unflatten(-1, (c.num_heads, 2, c.head_dim)).unbind(2))
+            q, gate = (y.flatten(1) for y in q.unflatten(-1, (c.num_heads, 2, heads.dim)).unbind(2))
         q, k, v = self._heads(n, layer, (q, k, v), tile.positions)
-        assert self._store is not None
-        self._store.store(layer.number, tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
+        self._stores[n].store(tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
         seen = self._attend(n, layer, q, tile)
         return seen if gate is None else seen * torch.sigmoid(gate)
 
@@ -240,33 +240,31 @@ class TorchModel:
         self, n: int, layer: Attention, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, H, D] f32 with the scale of scores in it, k and v [rows, G, D] f32."""
-        c, (q, k, v) = self.config, qkv
+        c, dim, (q, k, v) = self.config, self.config.heads[n].dim, qkv
         norms, late = (layer.q_norm, layer.k_norm), c.arch.late_head_norms
-        q, k = (self._normed_heads(y, None if late else norm) for y, norm in zip((q, k), norms))
+        q, k = (self._normed_heads(y, dim, None if late else norm) for y, norm in zip((q, k), norms))
         if c.is_rotated(n):
             cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
             q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
         if late:
             q, k = (y if norm is None else norm(y) for y, norm in zip((q, k), norms))
-        return q * self._query_scales[positions][:, None, None], k, v.unflatten(-1, (-1, c.head_dim))
+        return q * self._query_scales[positions][:, None, None], k, v.unflatten(-1, (-1, dim))
 
-    def _normed_heads(self, y: Tensor, norm: Norm | None) -> Tensor:
+    def _normed_heads(self, y: Tensor, dim: int, norm: Norm | None) -> Tensor:
         """y [rows, heads * D] as [rows, heads, D], each head or all together through a norm, if there is one."""
         if norm is not None and self.config.arch.whole_head_norms:
             y, norm = norm(y), None
-        y = y.unflatten(-1, (-1, self.config.head_dim))
+        y = y.unflatten(-1, (-1, dim))
         return y if norm is None else norm(y)
 
     def _attend(self, n: int, layer: Attention, q: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32."""
-        c = self.config
-        assert self._store is not None
+        c, store = self.config, self._stores[n]
         out = torch.zeros_like(q)
         for group in tile.groups:
-            keys = self._store.keys(layer.number, group.blocks)
-            values = self._store.values(layer.number, group.blocks)
+            keys, values = store.keys(group.blocks), store.values(group.blocks)
             hidden = group.hidden_in_window if c.is_local(n) else group.hidden
-            some = q[group.index].unflatten(1, (c.num_kv_heads, -1)).transpose(0, 1)  # [G, Q, H / G, D]
+            some = q[group.index].unflatten(1, (c.heads[n].num_kv_heads, -1)).transpose(0, 1)  # [G, Q, H / G, D]
             scores = torch.bmm(some.flatten(1, 2), keys).unflatten(1, some.shape[1:3])  # [G, Q, H / G, S]
             if c.attention_cap:
                 scores = c.attention_cap * torch.tanh(scores / c.attention_cap)

@@ -34,9 +34,9 @@ _KNOWN_FACTS: Final = frozenset(
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
 _KNOWN_SIZES: Final = frozenset(
     (
-        "name", "arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "experts",
+        "name", "arch", "num_layers", "hidden_size", "num_heads", "heads", "ffn_size", "experts",
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
-        "logit_factor", "logit_cap", "rope_base", "rope_dim", "rope_scale", "rope_factors", "rope_long_factors",
+        "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
         "num_spare_layers",
     )
@@ -64,8 +64,6 @@ class FeedForward:
 class Attention:
     """What a layer with keys and values has of its own."""
 
-    number: int
-    """Among those layers."""
     qkv: tuple[Linear, ...]
     """Of q, k and v, or one for all. Where other layers have a running state, each head of q is followed by a gate."""
     q_norm: Norm | None
@@ -188,15 +186,15 @@ class TorchWeights:
         weight = self._vector(f"{name}.weight", size) * factor
         return Norm(weight, None if bias is None else bias * factor, self._config.norm_eps, centred)
 
-    def _head_norm(self, name: str, heads: int) -> Norm | None:
+    def _head_norm(self, name: str, heads: int, dim: int) -> Norm | None:
         """Over each head, whose weights may be its own (StableLM 2, Command R+), or over all together."""
         c, name = self._config, f"{name}_norm.weight"
         if c.arch.whole_head_norms:
-            return Norm(self._vector(name, heads * c.head_dim), None, c.norm_eps, centred=False)
+            return Norm(self._vector(name, heads * dim), None, c.norm_eps, centred=False)
         info = self._gguf.tensors.get(name)
         if info is None:
             return None
-        weight = self._vector(name, *((heads, c.head_dim) if len(info.shape) > 1 else (c.head_dim,)))
+        weight = self._vector(name, *((heads, dim) if len(info.shape) > 1 else (dim,)))
         return Norm(weight, None, c.norm_eps, c.arch.norm == "centred")
 
     def _post_norm(self, name: str) -> Norm | None:
@@ -214,7 +212,7 @@ class TorchWeights:
             output = self._linear(f"{block}.ssm_out", hidden, c.delta.values)
         else:
             mixer = self._attention(n)
-            output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.head_dim)
+            output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.heads[n].dim)
         return Layer(
             self._norm(f"{block}.attn_norm") if arch.pre_norms else None,
             mixer,
@@ -230,15 +228,14 @@ class TorchWeights:
         )
 
     def _attention(self, n: int) -> Attention:
-        c, block = self._config, f"blk.{n}"
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        sizes = {"attn_q": queries * (2 if c.arch.delta_layers else 1), "attn_k": keys, "attn_v": keys}
+        c, block, heads = self._config, f"blk.{n}", self._config.heads[n]
+        queries = c.num_heads * heads.dim
+        sizes = {"attn_q": queries * (2 if c.arch.delta_layers else 1), "attn_k": heads.keys, "attn_v": heads.keys}
         qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
         return Attention(
-            c.attention_layers.index(n),
             tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), c.hidden_size) for name in qkv),
-            self._head_norm(f"{block}.attn_q", c.num_heads),
-            self._head_norm(f"{block}.attn_k", c.num_kv_heads),
+            self._head_norm(f"{block}.attn_q", c.num_heads, heads.dim),
+            self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim),
             self._vector(f"{block}.attn_sinks.weight", c.num_heads) if c.arch.sinks else None,
         )
 

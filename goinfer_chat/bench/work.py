@@ -79,8 +79,9 @@ class Work:
         seen = 0
         for layer in c.attention_layers:
             last = layer == c.num_layers - 1
-            seen += self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
-        return Products(integer=2 * 2 * c.num_heads * c.head_dim * seen)
+            rows = self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
+            seen += c.heads[layer].dim * rows
+        return Products(integer=2 * 2 * c.num_heads * seen)
 
     def kv_bytes(self, depth: int) -> int:
         """Bytes of keys and values, in f16, that a row with `depth` positions before it reads, and of a running state.
@@ -88,8 +89,8 @@ class Work:
         A step reads and writes the state, with however many rows.
         """
         c = self.config
-        seen = sum(self._seen(layer, depth) for layer in c.attention_layers)
-        return 2 * 2 * c.num_kv_heads * c.head_dim * seen + 2 * c.state_bytes
+        seen = sum(c.heads[layer].keys * self._seen(layer, depth) for layer in c.attention_layers)
+        return 2 * 2 * seen + 2 * c.state_bytes
 
     def _seen(self, layer: int, num_positions: int) -> int:
         """How many of these positions a layer looks at from the last one."""

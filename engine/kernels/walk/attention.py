@@ -54,21 +54,21 @@ def cached(c: Record, op: Record, r: int, block: int, values: int, head: int) ->
     """Address of a KV head's keys (values = 0) or values (1) in a block of row r's conversation."""
     table = c.tables + int32_at(c.table_rows + 4 * r) * c.table_blocks * 4
     start = c.kv_memory + int32_at(table + 4 * block) * c.kv_block_bytes + op.kv_offset
-    address: int = start + values * c.num_kv_heads * (c.kv_head_bytes + c.kv_scale_bytes) + head * c.kv_head_bytes
+    address: int = start + values * op.num_kv_heads * (op.kv_head_bytes + op.kv_scale_bytes) + head * op.kv_head_bytes
     return address
 
 
 @compiled
-def scales_of(c: Record, numbers: int, head: int) -> int:
+def scales_of(op: Record, numbers: int, head: int) -> int:
     """Address of the scales of a KV head's keys or values: they follow the numbers of all heads."""
-    address: int = numbers + (c.num_kv_heads - head) * c.kv_head_bytes + head * c.kv_scale_bytes
+    address: int = numbers + (op.num_kv_heads - head) * op.kv_head_bytes + head * op.kv_scale_bytes
     return address
 
 
 @compiled
-def store(c: Record, x: int, numbers: int, head: int, slot: int, values: int) -> None:
+def store(c: Record, op: Record, x: int, numbers: int, head: int, slot: int, values: int) -> None:
     """A head's key or value of one position into its slot of a block."""
-    dim = c.head_dim
+    dim = op.head_dim
     if c.kv_stored == Stored.F16:
         if values:
             store_value_f16(x, numbers + slot * dim * 2, dim)
@@ -80,41 +80,41 @@ def store(c: Record, x: int, numbers: int, head: int, slot: int, values: int) ->
         else:
             store_key_f32(x, numbers + slot * 4, dim)
     else:
-        scales = scales_of(c, numbers, head)
+        scales = scales_of(op, numbers, head)
         if values:
-            store_value_q8_0(x, numbers + slot * dim, scales + slot * (c.kv_scale_bytes // BLOCK), dim)
+            store_value_q8_0(x, numbers + slot * dim, scales + slot * (op.kv_scale_bytes // BLOCK), dim)
         else:
             store_key_q8_0(x, numbers + slot, scales + slot * 2, dim)
 
 
 @compiled
-def as_floats(c: Record, numbers: int, head: int, values: int, wide: int) -> int:
+def as_floats(c: Record, op: Record, numbers: int, head: int, values: int, wide: int) -> int:
     """Address of a block's keys or values of a head in f32: where they are, or in `wide`."""
     if c.kv_stored == Stored.F32:
         return numbers
     if values:
-        widen_values_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+        widen_values_q8_0(numbers, scales_of(op, numbers, head), wide, op.head_dim)
     else:
-        widen_keys_q8_0(numbers, scales_of(c, numbers, head), wide, c.head_dim)
+        widen_keys_q8_0(numbers, scales_of(op, numbers, head), wide, op.head_dim)
     return wide
 
 
 @compiled
 def norm_head(c: Record, op: Record, x: int, weight: int) -> None:
     if op.centred:
-        centre_vector(x, weight, c.eps, c.head_dim)
+        centre_vector(x, weight, c.eps, op.head_dim)
     else:
-        norm_vector(x, weight, c.eps, c.head_dim)
+        norm_vector(x, weight, c.eps, op.head_dim)
 
 
 @compiled
 def heads(c: Record, op: Record, start: int, end: int) -> None:
-    dim = c.head_dim
-    total = c.num_heads + 2 * c.num_kv_heads
+    dim = op.head_dim
+    total = c.num_heads + 2 * op.num_kv_heads
     for i in range(start, end):
         r, h = i // total, i % total
         x, position = c.qkv + r * c.qkv_bytes + h * dim * 4, int32_at(c.positions + 4 * r)
-        is_query, is_value = h < c.num_heads, h >= c.num_heads + c.num_kv_heads
+        is_query, is_value = h < c.num_heads, h >= c.num_heads + op.num_kv_heads
         if op.bias:
             add_vector(x, op.bias + h * dim * 4, dim)
         if not is_value:
@@ -135,8 +135,8 @@ def heads(c: Record, op: Record, start: int, end: int) -> None:
                 fix_query(x, dim)
         else:
             values = 1 if is_value else 0
-            head = h - c.num_heads - values * c.num_kv_heads
-            store(c, x, cached(c, op, r, position // BLOCK, values, head), head, slot, values)
+            head = h - c.num_heads - values * op.num_kv_heads
+            store(c, op, x, cached(c, op, r, position // BLOCK, values, head), head, slot, values)
 
 
 @compiled
@@ -162,8 +162,8 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     The state goes to its slot, or (not split, and not the row's first part) is merged into slot 0 at once: the same
     formula in the same order either way.
     """
-    dim, window = c.head_dim, op.window
-    group = c.num_heads // c.num_kv_heads
+    dim, window = op.head_dim, op.window
+    group = c.num_heads // op.num_kv_heads
     state_bytes = (STATE + dim) * 4
     weights = c.scratch + tid * c.scratch_bytes
     wide = weights + 4 * QUERY_TILE * PART
@@ -196,7 +196,7 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         last = b == blocks - 1
         following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
         if in_floats:
-            scores_floats(queries, n, as_floats(c, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
+            scores_floats(queries, n, as_floats(c, op, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
         else:
             fix_keys(keys, wide, scales, dim, following)
             scores_fixed(queries, n, wide, scales, weights + b * BLOCK * 4, dim, following)
@@ -211,7 +211,7 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
         following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
         if in_floats:
-            floats = as_floats(c, values, head, 1, wide)
+            floats = as_floats(c, op, values, head, 1, wide)
             weigh_floats(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
         else:
             pairs = (positions + 1) // 2
@@ -227,9 +227,9 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
 
 
 @compiled
-def query_rows(c: Record) -> int:
+def query_rows(c: Record, op: Record) -> int:
     """Rows that share a pass over a part."""
-    return max(1, QUERY_TILE // (c.num_heads // c.num_kv_heads))
+    return max(1, QUERY_TILE // (c.num_heads // op.num_kv_heads))
 
 
 @compiled
@@ -241,10 +241,10 @@ def num_parts(c: Record, op: Record) -> int:
 @compiled
 def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
     """One item: (strip of rows, KV head) and, for few rows, part. The longest come first."""
-    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c), num_parts(c, op)
+    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c, op), num_parts(c, op)
     share = parts if split else 1
     j = items - 1 - item
-    strip, head = j // (c.num_kv_heads * share), j // share % c.num_kv_heads
+    strip, head = j // (op.num_kv_heads * share), j // share % op.num_kv_heads
     for part in range(j % share, j % share + 1 if split else parts):
         r, end = strip * tall, min(rows, (strip + 1) * tall)
         while r < end:
@@ -260,7 +260,7 @@ def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) ->
 def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
     """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
     act = activation_at(c.activations, op.activation)
-    dim, split = c.head_dim, rows <= SPLIT_ROWS
+    dim, split = op.head_dim, rows <= SPLIT_ROWS
     state_bytes, slots = (STATE + dim) * 4, c.state_slots if split else 1
     per_row = act.num_values // op.share
     for i in range(start, end):

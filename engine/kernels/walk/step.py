@@ -81,11 +81,11 @@ def num_units(c: Record, op: Record, rows: int) -> int:
     if code == Op.MATMUL:
         return num_groups(c, op)
     if code == Op.HEADS:
-        return rows * (c.num_heads + 2 * c.num_kv_heads)
+        return rows * (c.num_heads + 2 * op.num_kv_heads)
     if code == Op.ATTEND:
         share = num_parts(c, op) if rows <= SPLIT_ROWS else 1
-        tall = query_rows(c)
-        return (rows + tall - 1) // tall * c.num_kv_heads * share
+        tall = query_rows(c, op)
+        return (rows + tall - 1) // tall * op.num_kv_heads * share
     if code == Op.MERGE:
         return rows * (activation_at(c.activations, op.activation).num_values // op.share)
     if code == Op.GATED or code == Op.LONE:
