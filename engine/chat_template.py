@@ -22,6 +22,7 @@ import jinja2
 
 from engine.api import Message, tool_function
 from engine.errors import ModelFileError, TemplateError, UsageError
+from engine.kv_cache import common_start
 from engine.prompt_marks import Guard, Marks
 from engine.prompt_values import (
     ALL,
@@ -146,6 +147,28 @@ class ChatTemplate:
                 "the chat template makes an empty prompt of these messages; give another one (--chat-template FILE)"
             )
         return ids
+
+    def encode_foreseen(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), /, **template_kwargs: Any
+    ) -> list[int]:
+        """Ids of the prompt that comes next; with `add_generation_prompt=False` as far as they are known before its
+        question is. Raises as `encode` does.
+
+        Usually that is the prompt of these messages. But a template may show the reasoning of a reply only as long as
+        no question follows it, and then it is no start of the next prompt.
+        """
+        ids = self.encode(messages, tools, **template_kwargs)
+        if template_kwargs.get("add_generation_prompt", True):
+            return ids
+        one, other = (
+            self.encode(
+                [*messages, Message(role="user", content=text)],
+                tools,
+                **{**template_kwargs, "add_generation_prompt": True},
+            )
+            for text in "ab"
+        )
+        return ids if one[: len(ids)] == ids else one[: common_start(one, other)]
 
     @functools.cached_property
     def thinks(self) -> bool:

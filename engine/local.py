@@ -164,7 +164,10 @@ class LocalEngine:
         `forgotten`: a conversation that would be forgotten before. What the conversation's file holds is checked, so
         this takes as long as restoring it does, and waits for the step of a reply that runs.
         """
-        prompt_ids = self._prompt_ids(request)
+        if request.prompt_ids is None:
+            prompt_ids = self.template.encode_foreseen(request.messages, request.tools, **request.template_kwargs)
+        else:
+            prompt_ids = self._prompt_ids(request)
         with self._scheduler.writing():
             self._check_open()
             found = self._sessions.known_start(prompt_ids, len(prompt_ids) - 1, without=forgotten)

@@ -60,7 +60,7 @@ class UnloadedModel:
 
     def foresee(self, request: Request) -> Prospect:
         """What the prompt of these messages would cost, were it the first after loading. Raises TemplateError."""
-        ids = self._template.encode(request.messages, request.tools, **request.template_kwargs)
+        ids = self._template.encode_foreseen(request.messages, request.tools, **request.template_kwargs)
         found, problem, tok_s = 0, None, None
         if self._folder is not None:
             name, goes_on = request.conversation, request.goes_on

@@ -156,3 +156,5 @@ class StandInTemplate:
             content = message.ids if message.ids is not None else self.tokenizer.encode(message.content)
             ids += [*self.tokenizer.encode(f"{message.role}:"), *content, END]
         return ids + (self.tokenizer.encode("assistant:") if add_generation_prompt else [])
+
+    encode_foreseen = encode

@@ -82,6 +82,29 @@ def test_reasoning_that_the_template_drops_costs_no_prefill(start: Start) -> Non
         messages.append(user(question))
 
 
+OPENED = THINKING_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+SHOWN_WHILE_LAST = THINKING_TEMPLATE.replace("loop.last and thinking", "loop.last")
+
+
+@pytest.mark.parametrize("template", [THINKING_TEMPLATE, OPENED, SHOWN_WHILE_LAST])
+def test_what_a_template_shows_of_reasoning_only_at_the_end_is_not_foreseen_as_prefill(
+    template: str, start: Start
+) -> None:
+    assert len({THINKING_TEMPLATE, OPENED, SHOWN_WHILE_LAST}) == 3
+    engine = start("qwen3", template)
+    messages = [user("one")]
+    for question in ("two", "three"):
+        reply = answer(engine, messages)
+        messages.append(Message(role="assistant", content=reply.text, thinking=reply.thinking, ids=reply.ids))
+        before = Request(
+            messages=tuple(messages), conversation="work", template_kwargs={"add_generation_prompt": False}
+        )
+        foreseen = engine.foresee(before)
+        assert 0 < foreseen.prefill_tokens <= 8  # what the template puts between messages
+        messages.append(user(question))
+    assert answer(engine, messages).stats.prefill_reused_tokens == foreseen.reused_tokens
+
+
 @pytest.mark.parametrize(("architecture", "bos"), [("gemma3", 2), ("qwen2", None), ("qwen3", None)])
 def test_there_is_one_bos_in_front_in_every_turn_and_after_a_restart(
     architecture: str, bos: int | None, start: Start, tmp_path: Path
