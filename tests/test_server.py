@@ -331,6 +331,16 @@ def test_control_tokens_in_text_are_text(server: Running) -> None:
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input")],
+)
+def test_a_long_prompt_is_an_error_of_the_field_it_came_in(server: Running, route: str, field: str) -> None:
+    text = "x " * 3000
+    answer = server.ask(route, {field: [{"role": "user", "content": text}] if field == "messages" else text})
+    assert (answer.status, answer.json["error"]["param"]) == (400, field)
+
+
 def test_a_long_prompt_is_told_with_both_numbers(server: Running) -> None:
     for stream in (False, True):
         answer = server.chat("x " * 3000, stream=stream)

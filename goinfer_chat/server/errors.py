@@ -20,6 +20,9 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_TOO_LONG = "context_length_exceeded"
+_PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/responses": "input"}
+"""Where a route has what a prompt is made of; the others call it `messages`."""
 
 
 class ApiError(Exception):
@@ -57,7 +60,12 @@ class ApiError(Exception):
 
     def body(self, path: str) -> dict[str, Any]:
         """In the form that clients of this route expect."""
-        return self.as_anthropic() if path.startswith("/v1/messages") else self.as_openai()
+        if path.startswith("/v1/messages"):
+            return self.as_anthropic()
+        body = self.as_openai()
+        if self.code == _TOO_LONG:
+            body["error"]["param"] = _PROMPT_FIELDS.get(path, "messages")
+        return body
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -75,7 +83,7 @@ def from_exception(error: BaseException) -> ApiError:
                 f"the prompt has {error.prompt_tokens} tokens and the context {error.context_size}, "
                 "of which one is kept for the reply"
             )
-            return ApiError(400, message, param="messages", code="context_length_exceeded")
+            return ApiError(400, message, code=_TOO_LONG)
         case UsageError() | TemplateError():
             return ApiError(400, str(error))
         case EngineError():
