@@ -114,6 +114,8 @@ def load_engine(
         if kv_folder is not None and kv_sessions > 0:
             engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
         undo.pop_all()
+        if not plan.from_disk:  # where memory is short, 40 MB wait until they are asked for
+            engine.prepare_grammars()
         return engine
 
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -52,6 +53,9 @@ _NO_TOOLS = (
     "the chat template of this model knows no tools: the system prompt tells of them and of a form for calls, and "
     "calls may be poor"
 )
+
+REST = 0.2
+"""Seconds. A script asks at once when the model is loaded, a person has to type first."""
 
 
 class LocalEngine:
@@ -105,6 +109,21 @@ class LocalEngine:
             kept_tokens=reloaded.num_tokens,
             kept_ms=reloaded.milliseconds,
         )
+
+    def prepare_grammars(self) -> Thread:
+        """Get ready for forced calls and schemas in a thread of its own, once nobody has asked for `REST` seconds.
+
+        Before that it would keep the first reply waiting, and no later one has to. Loading calls it.
+        """
+
+        def prepare() -> None:
+            if self._scheduler.wait_for_rest(REST):
+                self._grammars.prepare()
+                _ = self.template.call_form
+
+        thread = Thread(target=prepare, name="grammars", daemon=True)
+        thread.start()
+        return thread
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Events of one reply, ending with Finished.

@@ -86,7 +86,8 @@ class Scheduler:
         self._dropped: deque[_Job] = deque()
         self._ended: list[_Job] = []  # whose callers have not been told
         self._to_forget: set[str] = set()
-        self._closing = False
+        self._busy = False  # somebody has asked for a reply since `wait_for_rest` looked
+        self._closed = threading.Event()
 
     def submit(self, request: Request, prompt_ids: Sequence[int], start: Start, first: Sequence[Event] = ()) -> Events:
         """Events of a request, `first` before all others; it queues when the first of them is asked for."""
@@ -100,7 +101,7 @@ class Scheduler:
 
     def close(self, then: Callable[[], None]) -> None:
         """End all replies as cancelled, and refuse others. Calls `then`, the first time, with nothing running."""
-        self._closing = True
+        self._closed.set()
         with self.writing():
             first = self._model is not None
             for job in [*self._waiting]:
@@ -117,7 +118,17 @@ class Scheduler:
 
     @property
     def closing(self) -> bool:
-        return self._closing
+        return self._closed.is_set()
+
+    def wait_for_rest(self, seconds: float) -> bool:
+        """Wait until no reply was waiting or running for so long; False where the engine is closed before."""
+        while not self._closed.wait(seconds):
+            with self._mutex:
+                rested = not self._busy and not self._waiting and not self._running
+                self._busy = False
+            if rested:
+                return True
+        return False
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -179,9 +190,10 @@ class Scheduler:
     def _submit(self, job: _Job) -> None:
         if not job.submitted:
             job.submitted = True
-            if not job.ended and self._closing:
+            if not job.ended and self.closing:
                 job.ended, job.error = True, EngineError(CLOSED)
             elif not job.ended:
+                self._busy = True
                 self._waiting.append(job)
 
     def _drive_or_wait(self, job: _Job) -> None:

@@ -29,7 +29,7 @@ from engine.api import (
     ToolCallReady,
 )
 from engine.errors import ContextExceededError, SchemaError
-from engine.local import LocalEngine
+from engine.local import REST, LocalEngine
 from engine.speculate import Guard, Speculation, StepCosts
 
 GREEDY = SamplingParams(temperature=0)
@@ -106,6 +106,25 @@ def test_a_named_tool_is_called_with_valid_arguments_whatever_the_model(engine: 
         assert [event.call for event in events if isinstance(event, ToolCallReady)] == [call]
         assert reply.stats.forced_tokens
         assert reply.stats.ttft_ms is not None
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_vocabulary_is_read_for_grammars_when_nobody_has_asked_for_a_while(tmp_path: Path, closes: bool) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", "qwen2")
+    others = set(threading.enumerate())
+    with load(path, context_size=512, threads=1) as engine:
+        (reading,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "grammars")
+        events = iter(engine.generate(Request(messages=(Message(role="user", content="Say something long."),))))
+        next(events)
+        reading.join(2 * REST + 0.1)
+        assert reading.is_alive()  # a reply runs
+        assert "_vocabulary" not in vars(engine._grammars)
+        events.close()
+        if closes:
+            engine.close()
+        reading.join(5)
+        assert not reading.is_alive()
+        assert ("_vocabulary" in vars(engine._grammars)) == (not closes)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
