@@ -73,6 +73,25 @@ class ArchSpec:
     """The weights of a row's chosen experts are scaled to a sum of 1, not those of all experts."""
     shared_expert: Literal["no", "maybe", "gated"] = "no"
     """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row."""
+    layer_sizes: bool = False
+    """Heads of layers with a window may have another size than those of the others, and feed-forward layers differ from
+    layer to layer. RoPE factors are for the layers that see everything."""
+    shared_keys: bool = False
+    """The last `attention.shared_kv_layers` layers have no keys and values, and look at those of earlier ones."""
+    normed_values: bool = False
+    """A value passes a norm without weights. Where a layer that sees everything has no matrix for values, they are made
+    as keys are."""
+    unscaled_scores: bool = False
+    """Scores are not divided by the root of the head size."""
+    logit_cap: bool = False
+    """Logits x become cap * tanh(x / cap) where the file has a cap, and scores stay."""
+    layer_embeddings: bool = False
+    """Where the file has an embedding of a token for each layer, it gates a third branch there."""
+    layer_scales: bool = False
+    """Behind a layer the stream is multiplied with a number of the file."""
+    experts_beside: bool = False
+    """Experts stand beside a feed-forward layer that every row passes, each with norms of its own before and behind,
+    and their router takes the stream through a norm of its own."""
     delta_layers: bool = False
     """All but every n-th layer keep a running state (the gated delta rule) instead of keys and values, and what
     attention gives is multiplied by the sigmoid of a gate that comes with q."""
@@ -101,11 +120,18 @@ class ArchSpec:
             "sliding windows": self.local_layers > 0,
             "attention sinks": self.sinks,
             "soft caps": self.soft_caps,
+            "a soft cap on logits": self.logit_cap,
+            "heads of two sizes": self.layer_sizes,
+            "layers that share keys and values": self.shared_keys,
+            "normed values": self.normed_values,
+            "embeddings for each layer, where the file has them": self.layer_embeddings,
+            "scaled layers": self.layer_scales,
             "layers without rotation": self.unrotated_layers > 0 or self.local_rotation,
             "scaled embeddings": self.scale_embedding,
             "scaled embeddings, branches, scores and logits": self.file_scales,
             "scaled logits": self.logits_multiplied,
-            "experts, where the file has them": self.experts == "maybe",
+            "experts, where the file has them": self.experts == "maybe" and not self.experts_beside,
+            "experts beside what all rows pass, where the file has them": self.experts_beside,
             "experts": self.experts == "yes",
             "a shared expert, where the file has one": self.shared_expert == "maybe",
             "a shared expert": self.shared_expert == "gated",
@@ -159,6 +185,25 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_rope_scaling=True,
                 wide_scale_layers=46,
                 soft_caps=True,
+            ),
+            ArchSpec(
+                name="gemma4",
+                models="Gemma 4 (text)",
+                neox_rope=True,
+                activation="gelu",
+                post_norms=True,
+                scale_embedding=True,
+                local_layers=6,
+                local_rope_base=10000.0,
+                layer_sizes=True,
+                shared_keys=True,
+                normed_values=True,
+                unscaled_scores=True,
+                logit_cap=True,
+                layer_embeddings=True,
+                layer_scales=True,
+                experts="maybe",
+                experts_beside=True,
             ),
             ArchSpec(name="granite", models="Granite 3", neox_rope=False, file_scales=True),
             ArchSpec(
@@ -294,7 +339,6 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
 
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
-        "gemma4": "heads of two sizes, layers that share keys and values, embeddings for each layer",
         "gemma3n": "several residual streams, layers that share keys and values, embeddings for each layer",
         "llama4": "attention in chunks",
         "deepseek2": "keys and values that are kept compressed (MLA)",

@@ -43,18 +43,23 @@ class Buffers:
         self.qkv = floats(rows, taken)
         self.attention = floats(rows, given)
         needs_branch = c.arch.post_norms or c.has_shared_gate
-        self.branch = floats(rows, line(c.hidden_size)) if needs_branch else self.x
+        self.branch = floats(rows, line(max(c.hidden_size, c.layer_embedding_size))) if needs_branch else self.x
+        self.beside = floats(rows, line(c.hidden_size)) if c.experts and c.arch.experts_beside else self.x
+        given = c.num_layers * c.layer_embedding_size
+        self.given = floats(rows, line(given)) if given else None
+        """What gates a branch in each layer."""
         self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
         attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * widest + 2 * BLOCK) + 16 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
-        self.scratch = zeroed(threads * line(max(attention, gated))).reshape(threads, -1)
+        self.scratch = zeroed(threads * line(max(attention, gated, 4 * given))).reshape(threads, -1)
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
-        self.counters = zeroed(LINE * (16 + 20 * c.num_layers)).view(np.int64)
+        self.counters = zeroed(LINE * (16 + 32 * c.num_layers)).view(np.int64)
         self._experts(c, rows)
         numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
         numbers += [c.experts.scale if c.experts else 1.0]
         numbers += [1.0, c.delta.head_dim**-0.5 if c.delta else 0.0]
+        numbers += [math.sqrt(c.layer_embedding_size / 2)]
         self.constants = np.array(numbers, np.float32)
 
     def _experts(self, c: ModelConfig, rows: int) -> None:

@@ -64,6 +64,8 @@ class Heads:
     dim: int
     rope_dim: int
     """Leading values of a head that are rotated."""
+    keys_are_values: bool = False
+    """Values are made of what keys are made of."""
 
     @property
     def keys(self) -> int:
@@ -82,8 +84,8 @@ class ModelConfig:
     num_heads: int
     heads: tuple[Heads, ...]
     """Of each layer."""
-    ffn_size: int
-    """Of a layer without experts, or of an expert that every row passes; 0: there is neither."""
+    ffn_sizes: tuple[int, ...]
+    """Of each layer: of what every row passes there, or 0. That may be an expert that every row passes."""
     experts: Experts | None
     vocab_size: int
     train_context_size: int
@@ -121,6 +123,12 @@ class ModelConfig:
     """Which layers see a window only."""
     is_parallel: bool
     """The feed-forward layer takes what attention takes."""
+    local_rope_base: float | None = None
+    """RoPE base of the layers with a window, where it is not `rope_base`."""
+    num_shared_layers: int = 0
+    """The last so many layers have no keys and values: `kv_layer` says whose they look at."""
+    layer_embedding_size: int = 0
+    """Of the embeddings that a token has for each layer; 0: there are none."""
     delta: DeltaSizes | None = None
     num_spare_layers: int = 0
     """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""
@@ -132,12 +140,23 @@ class ModelConfig:
     @property
     def has_shared_gate(self) -> bool:
         """Whether the shared expert has a factor of its own for each row."""
-        return self.arch.shared_expert == "gated" and self.ffn_size > 0
+        return self.arch.shared_expert == "gated" and self.ffn_sizes[0] > 0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Those that have keys and values."""
-        return tuple(n for n in range(self.num_layers) if not self.is_delta(n))
+        """Those that have keys and values of their own."""
+        return tuple(n for n in range(self.num_layers - self.num_shared_layers) if not self.is_delta(n))
+
+    @property
+    def last_remembered(self) -> int:
+        """The last layer that leaves something to later tokens: behind it only rows go on that are wanted."""
+        return self.num_layers - 1 - self.num_shared_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer looks at: the last one that has some and sees as much."""
+        if layer <= self.last_remembered:
+            return layer
+        return max(n for n in self.attention_layers if self.is_local(n) == self.is_local(layer))
 
     @property
     def state_bytes(self) -> int:
@@ -167,10 +186,11 @@ class ModelConfig:
 
     def rope_tables(self, num_positions: int, local: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines [positions, rope_dim / 2] f32 by which a local layer, or another, rotates pairs."""
-        base = (self.arch.local_rope_base if local else None) or self.rope_base
+        base = (self.local_rope_base if local else None) or self.rope_base
         dim = self.heads[self.local.index(local)].rope_dim
         if local and not self.arch.local_rope_scaling:
-            return cos_sin(num_positions, frequencies(base, dim, factors=self.rope_factors))
+            factors = () if self.arch.layer_sizes else self.rope_factors
+            return cos_sin(num_positions, frequencies(base, dim, factors=factors))
         scaled = yarn_shares(base, dim, self.rope_context, *self.yarn) if self.yarn else None
         per_position = frequencies(base, dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
         return cos_sin(num_positions, per_position, self.rope_magnitude)

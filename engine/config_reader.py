@@ -65,6 +65,15 @@ class ConfigReader:
             raise self._bad(key, f"is {value}, which is not between {least} and {most}")
         return int(value)
 
+    def integers(self, key: str, layers: int, default: int | None = None, *, most: int) -> tuple[int, ...]:
+        """The whole number of each layer under a key, which may be one for all. Raises ModelFileError."""
+        value = self._value(key)
+        if not isinstance(value, (np.ndarray, list)):
+            return (self.integer(key, default, most=most),) * layers
+        if len(value) != layers or any(not isinstance(v, (int, np.integer)) or not 1 <= v <= most for v in value):
+            raise self._bad(key, f"is not a number between 1 and {most} for each of {layers} layers")
+        return tuple(int(v) for v in value)
+
     def number(self, key: str, default: float | None, *, least: float, most: float) -> float:
         """The finite number under a key. Raises ModelFileError as `integer` does."""
         value = self._value(key)
@@ -83,54 +92,101 @@ class ConfigReader:
         spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if self.arch.delta_layers else 0
         layers = self.integer("block_count", least=spare + 1, most=MAX_LAYERS) - spare
         hidden = self.integer("embedding_length", most=MAX_WIDTH)
-        heads = self.integer("attention.head_count", most=MAX_WIDTH)
-        kv_heads = self.integer("attention.head_count_kv", heads, most=MAX_WIDTH)
-        head_dim = self.integer("attention.key_length", hidden // heads, most=MAX_WIDTH)
-        value_dim = self.integer("attention.value_length", head_dim, most=MAX_WIDTH)
-        ffn, experts = self._feed_forward()
-        rope_dim = self.integer("rope.dimension_count", head_dim, most=head_dim)
+        num_heads = self.integer("attention.head_count", most=MAX_WIDTH)
+        ffn_sizes, experts = self._feed_forward(layers)
         embedding = self.gguf.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
         self._check_sections()
-        ffn_sizes = (ffn, experts.ffn_size) if experts else (ffn,)
-        self._check_sizes(hidden, heads, kv_heads, head_dim, value_dim, ffn_sizes, rope_dim)
         name = self.gguf.metadata.get("general.name")
         context = self.integer("context_length", 2048, most=MAX_CONTEXT)
         scale = self._rope_scale()
         window = 0
         if self.arch.local_layers:
             window = self.integer("attention.sliding_window", self.arch.window, least=0, most=MAX_CONTEXT)
+        local = self._local(layers) if window else (False,) * layers
+        shared = self._num_shared(local)
+        heads = self._heads(hidden, num_heads, local, shared)
+        full = heads[local.index(False) if False in local else 0]
+        given = 0
+        if self.arch.layer_embeddings:
+            given = self.integer("embedding_length_per_layer_input", 0, least=0, most=MAX_WIDTH)
+        self._check_widths(hidden, given, *ffn_sizes, *([experts.ffn_size] if experts else []))
         return ModelConfig(
             # One line, whatever the file says: it stands in lines of figures.
             name=(" ".join(name.split()) if isinstance(name, str) else "") or self.gguf.path.stem,
             arch=self.arch,
             num_layers=layers,
             hidden_size=hidden,
-            num_heads=heads,
-            heads=(Heads(num_kv_heads=kv_heads, dim=head_dim, rope_dim=rope_dim),) * layers,
-            ffn_size=ffn,
+            num_heads=num_heads,
+            heads=heads,
+            ffn_sizes=ffn_sizes,
             experts=experts,
             vocab_size=embedding.shape[0],
             train_context_size=context,
-            **self._scales(layers, hidden, heads, head_dim),
+            **self._scales(layers, hidden, num_heads, heads[0].dim),
             rope_base=self.number("rope.freq_base", 10000.0, least=1.0, most=1e12),
             rope_scale=scale,
-            rope_factors=self._rope_factors(rope_dim, "rope_freqs", "rope_factors_short"),
-            rope_long_factors=self._rope_factors(rope_dim, "rope_factors_long"),
+            rope_factors=self._rope_factors(full, "rope_freqs", "rope_factors_short"),
+            rope_long_factors=self._rope_factors(full, "rope_factors_long"),
             rope_context=self.integer("rope.scaling.original_context_length", context, most=MAX_CONTEXT),
             yarn=self._yarn(),
             score_growth=self._score_growth(),
             rope_magnitude=self._rope_magnitude(scale),
             window=window,
-            local=self._local(layers) if window else (False,) * layers,
+            local=local,
+            local_rope_base=self._local_rope_base(),
+            num_shared_layers=shared,
+            layer_embedding_size=given,
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
             delta=self._delta(layers) if self.arch.delta_layers else None,
             num_spare_layers=spare,
         )
 
-    def _feed_forward(self) -> tuple[int, Experts | None]:
-        """The size of what every row passes, or 0, and the experts."""
+    def _num_shared(self, local: tuple[bool, ...]) -> int:
+        """How many layers at the end look at keys and values of earlier ones."""
+        key = "attention.shared_kv_layers"
+        shared = self.integer(key, 0, least=0, most=len(local) - 1) if self.arch.shared_keys else 0
+        own = local[: len(local) - shared]
+        if any(x not in own for x in local):
+            raise self._bad(key, f"is {shared}, and no layer before these sees as much as each of them")
+        return shared
+
+    def _heads(self, hidden: int, num_heads: int, local: tuple[bool, ...], shared: int) -> tuple[Heads, ...]:
+        """Of each layer. Raises ModelFileError, or UnsupportedModelError for sizes that no backend runs."""
+        layers, arch = len(local), self.arch
+        dim = self.integer("attention.key_length", hidden // num_heads, most=MAX_WIDTH)
+        value_dim = self.integer("attention.value_length", dim, most=MAX_WIDTH)
+        rope_dim = self.integer("rope.dimension_count", dim, most=dim)
+        sizes = {False: (dim, value_dim, rope_dim)}
+        if arch.layer_sizes:
+            dim = self.integer("attention.key_length_swa", dim, most=MAX_WIDTH)
+            value_dim = self.integer("attention.value_length_swa", dim, most=MAX_WIDTH)
+            sizes[True] = dim, value_dim, self.integer("rope.dimension_count_swa", dim, most=dim)
+            kv_heads = self.integers("attention.head_count_kv", layers, num_heads, most=MAX_WIDTH)
+        else:
+            kv_heads = (self.integer("attention.head_count_kv", num_heads, most=MAX_WIDTH),) * layers
+        found = []
+        for n, (is_local, count) in enumerate(zip(local, kv_heads, strict=True)):
+            dim, value_dim, rope_dim = sizes.get(is_local, sizes[False])
+            tied = arch.normed_values and not is_local and n < layers - shared
+            tied = tied and f"blk.{n}.attn_v.weight" not in self.gguf.tensors
+            found.append(Heads(num_kv_heads=count, dim=dim, rope_dim=rope_dim, keys_are_values=tied))
+            if found[-1] not in found[:-1]:
+                self._check_heads(num_heads, found[-1], value_dim)
+        for is_local in sizes:
+            if len({h.num_kv_heads for h, x in zip(found, local, strict=True) if x == is_local}) > 1:
+                raise UnsupportedModelError(
+                    f"{self.file}: {arch.name}.attention.head_count_kv differs between layers that see as much"
+                )
+        return tuple(found)
+
+    def _local_rope_base(self) -> float | None:
+        given = self.arch.local_rope_base
+        return given and self.number("rope.freq_base_swa", given, least=1.0, most=1e12)
+
+    def _feed_forward(self, layers: int) -> tuple[tuple[int, ...], Experts | None]:
+        """The size of what every row passes in each layer, or 0, and the experts."""
         arch = self.arch
         least = 1 if arch.experts == "yes" else 0
         count = self.integer("expert_count", None if least else 0, least=least, most=MAX_EXPERTS)
@@ -138,18 +194,25 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"{self.file}: {arch.name} with experts is not supported; choose a model of {arch.name} without"
             )
+        if not count and arch.layer_sizes:
+            return self.integers("feed_forward_length", layers, most=MAX_WIDTH), None
         if not count:
-            return self.integer("feed_forward_length", most=MAX_WIDTH), None
+            return (self.integer("feed_forward_length", most=MAX_WIDTH),) * layers, None
         size = self.integer("expert_feed_forward_length", 0, least=0, most=MAX_WIDTH)
+        chosen = self.integer("expert_used_count", most=count)
+        if arch.experts_beside:
+            size = size or self.integer("expert_feed_forward_length", most=MAX_WIDTH)
+            beside = self.integers("feed_forward_length", layers, most=MAX_WIDTH)
+            return beside, Experts(count=count, chosen=chosen, ffn_size=size, scale=1.0)
         # A file in which all layers have experts may leave out the size of a layer that has none.
         common = self.integer("feed_forward_length", size or None, most=MAX_WIDTH)
         shared = 0
         if arch.shared_expert != "no":
             default = common if arch.shared_expert == "gated" else 0
             shared = self.integer("expert_shared_feed_forward_length", default, least=0, most=MAX_WIDTH)
-        return shared, Experts(
+        return (shared,) * layers, Experts(
             count=count,
-            chosen=self.integer("expert_used_count", most=count),
+            chosen=chosen,
             ffn_size=size or common,
             scale=self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0,
         )
@@ -189,30 +252,29 @@ class ConfigReader:
             raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
         return sizes
 
-    def _check_sizes(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        ffn_sizes: tuple[int, ...],
-        rope_dim: int,
-    ) -> None:
-        if heads % kv_heads:
-            raise ModelFileError(f"{self.file}: {heads} query heads cannot share {kv_heads} KV heads evenly")
+    def _check_heads(self, num_heads: int, heads: Heads, value_dim: int) -> None:
+        kv_heads, dim = heads.num_kv_heads, heads.dim
+        if num_heads % kv_heads:
+            raise ModelFileError(f"{self.file}: {num_heads} query heads cannot share {kv_heads} KV heads evenly")
         unsupported = ""
-        if head_dim != value_dim:
-            unsupported = f"keys of {head_dim} and values of {value_dim}"
-        elif not head_dim or head_dim % 16 or head_dim > 512 or rope_dim % 2:
-            unsupported = f"a head size of {head_dim} with {rope_dim} rotated values (multiples of 16 up to 512, and 2)"
-        elif heads // kv_heads > QUERY_TILE:
-            unsupported = f"{heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
-        elif any(size % 32 for size in (hidden, heads * head_dim, *ffn_sizes)):
-            sizes = ", ".join(map(str, (hidden, heads * head_dim, *ffn_sizes)))
-            unsupported = f"layer sizes {sizes} (multiples of 32)"
+        if dim != value_dim:
+            unsupported = f"keys of {dim} and values of {value_dim}"
+        elif not dim or dim % 16 or dim > 512 or heads.rope_dim % 2:
+            unsupported = (
+                f"a head size of {dim} with {heads.rope_dim} rotated values (multiples of 16 up to 512, and 2)"
+            )
+        elif num_heads // kv_heads > QUERY_TILE:
+            unsupported = f"{num_heads // kv_heads} query heads for each KV head (at most {QUERY_TILE})"
         if unsupported:
             raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
+        self._check_widths(num_heads * dim)
+
+    def _check_widths(self, *sizes: int) -> None:
+        if any(size % 32 for size in sizes):
+            named = ", ".join(str(size) for size in dict.fromkeys(sizes))
+            raise UnsupportedModelError(
+                f"{self.file}: no backend runs layer sizes {named[:100]} (multiples of 32); choose another model"
+            )
 
     def _rotates_all_pairs(self) -> bool:
         """Whether a text's positions reach every rotated pair where pairs have those in an image too (IM-RoPE)."""
@@ -240,7 +302,7 @@ class ConfigReader:
         eps = "attention.layer_norm_rms_epsilon" if arch.norm == "rms" else "attention.layer_norm_epsilon"
         branch = factor("residual_scale", 1.0) if arch.file_scales else 1.0
         embedding = factor("embedding_scale", 1.0) if arch.file_scales else 1.0
-        scale = 1 / math.sqrt(hidden / heads if wide else head_dim)
+        scale = 1.0 if arch.unscaled_scores else 1 / math.sqrt(hidden / heads if wide else head_dim)
         logits = factor("logit_scale", 1.0) if arch.file_scales or arch.logits_multiplied else 1.0
         return {
             "norm_eps": self.number(eps, None, least=0.0, most=1.0) / branch**2,
@@ -248,7 +310,9 @@ class ConfigReader:
             "attention_scale": factor("attention.scale", scale) if arch.file_scales else scale,
             "attention_cap": cap("attn_logit_softcapping", 50.0),
             "logit_factor": logits if arch.logits_multiplied else 1 / logits,
-            "logit_cap": cap("final_logit_softcapping", 30.0),
+            "logit_cap": factor("final_logit_softcapping", 0.0)
+            if arch.logit_cap
+            else cap("final_logit_softcapping", 30.0),
         }
 
     def _local(self, layers: int) -> tuple[bool, ...]:
@@ -316,12 +380,12 @@ class ConfigReader:
         undone = self.number("rope.scaling.yarn_log_multiplier", 0.0, least=0.0, most=1e3)
         return given * yarn_magnitude(scale, 1.0) / yarn_magnitude(scale, undone)
 
-    def _rope_factors(self, rope_dim: int, *names: str) -> tuple[float, ...]:
+    def _rope_factors(self, heads: Heads, *names: str) -> tuple[float, ...]:
         """The first of these tensors: Llama 3.1 and later have rope_freqs, Phi 3 has short and long factors."""
         info = next((i for n in names if (i := self.gguf.tensors.get(f"{n}.weight")) is not None), None)
         if info is None:
             return ()
-        factors = dequantize(info.type, self.gguf.data(info.name)).reshape(-1)
+        factors, rope_dim = dequantize(info.type, self.gguf.data(info.name)).reshape(-1), heads.rope_dim
         if len(factors) != rope_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors >= 1e-3):
             raise ModelFileError(f"{self.file}: {info.name} must be {rope_dim // 2} positive numbers")
         return tuple(float(f) for f in factors)

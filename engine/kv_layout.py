@@ -149,8 +149,8 @@ class Identity:
     ) -> Identity:
         """Of a model with its K/V in this type."""
         arch = config.arch
-        rope = [config.rope_base, config.heads[0].rope_dim, config.rope_scale, list(config.rope_factors)]
-        rope += [arch.neox_rope, arch.local_rope_base, arch.local_layers, config.window]
+        rope = [config.rope_base, config.heads[-1].rope_dim, config.rope_scale, list(config.rope_factors)]
+        rope += [arch.neox_rope, config.local_rope_base, arch.local_layers, config.window]
         return cls(
             model=bytes.fromhex(content_hash),
             architecture=config.architecture,

@@ -28,20 +28,23 @@ class LayerMatrices:
     """The matrices of one layer."""
 
     qkv: tuple[Matrix, ...]
-    """Of q, k and v, or one for all, and of the gate of what attention gives. Of a layer with a running state: what
-    goes through the convolution, its gate, and the two factors of each head."""
+    """Of q, k and v, or one for all, and of the gate of what attention gives. Of q and k where values are made as keys
+    are, of q where a layer has neither. Of a layer with a running state: what goes through the convolution, its gate,
+    and the two factors of each head."""
     output: Matrix
     dense: FeedForward | None
     """What every row passes: the feed-forward layer, or the shared one of the experts."""
     experts: FeedForward | None
     router: tuple[Matrix, ...]
     """Of the experts, and of the factor of a shared one where it has one. Empty: there are no experts."""
+    given: tuple[Matrix, ...] = ()
+    """Of the branch that a token's embedding for this layer gates: into it and out of it. Empty: there is none."""
 
     @property
     def all(self) -> list[Matrix]:
         """Each once; those of one product side by side, as operations take them."""
         feed_forward = [m for part in (self.dense, self.experts) if part for m in part.all]
-        return [*self.qkv, self.output, *self.router, *feed_forward]
+        return [*self.qkv, self.output, *self.router, *feed_forward, *self.given]
 
 
 def layer_vectors(c: ModelConfig) -> list[str]:
@@ -55,7 +58,11 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     biases += ["ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"] if c.experts else []
     norms += ["attn_sinks"] if arch.sinks else []
     biases += ["attn_norm", arch.ffn_norm] if arch.norm == "centred" else []
+    norms += ["layer_output_scale"] if arch.layer_scales else []
+    norms += ["post_norm"] if c.layer_embedding_size else []
+    norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"] if c.experts and arch.experts_beside else []
     others = ["ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight"] if arch.delta_layers else []
+    others += ["ffn_gate_inp.scale", "ffn_down_exps.scale"] if c.experts and arch.experts_beside else []
     return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
 
 
@@ -76,6 +83,10 @@ class ModelMatrices:
             if f"{block}.attn_qkv.weight" in gguf.tensors:
                 return (matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
             rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+            if heads.keys_are_values:
+                del rows["attn_v"]
+            if c.kv_layer(n) != n:
+                rows = {"attn_q": queries}
             if not c.arch.delta_layers:
                 return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
             # Each head of q is followed by its gate.
@@ -131,11 +142,20 @@ class ModelMatrices:
                 router = (matrix(f"{block}.ffn_gate_inp", c.experts.count, c.hidden_size),)
                 if c.has_shared_gate:
                     router += (matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
-            if c.ffn_size:
-                dense = feed_forward(block, c.ffn_size, "_shexp" if c.experts else "")
-            return LayerMatrices(*branch(n), dense, experts, router)
+            if c.ffn_sizes[n]:
+                suffix = "_shexp" if c.experts and not c.arch.experts_beside else ""
+                dense = feed_forward(block, c.ffn_sizes[n], suffix)
+            given: tuple[Matrix, ...] = ()
+            if size := c.layer_embedding_size:
+                given = matrix(f"{block}.inp_gate", size, c.hidden_size), matrix(f"{block}.proj", c.hidden_size, size)
+            return LayerMatrices(*branch(n), dense, experts, router, given)
 
         self.embedding = matrix("token_embd", c.vocab_size, c.hidden_size)
+        self.given: tuple[Matrix, ...] = ()
+        """The embeddings of a token for each layer, and what the embedding of the stream adds to them."""
+        if width := c.num_layers * c.layer_embedding_size:
+            projection = matrix("per_layer_model_proj", width, c.hidden_size)
+            self.given = matrix("per_layer_token_embd", c.vocab_size, width), projection
         self.layers = [layer(n) for n in range(c.num_layers)]
         tied = "output.weight" not in gguf.tensors
         self.head = self.embedding if tied else matrix("output", c.vocab_size, c.hidden_size)
@@ -147,6 +167,10 @@ class ModelMatrices:
         vectors = {f"blk.{n}.{v}" for n in range(c.num_layers) for v in layer_vectors(c)}
         read = {m.name for m in self.all} | vectors | {"output_norm.weight", "output_norm.bias", "output.bias"}
         read |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+        read |= {"per_layer_proj_norm.weight"} if self.given else set()
+        # Some converters leave what a layer has no use for in the file.
+        sharing = [n for n in range(c.num_layers) if c.kv_layer(n) != n]
+        read |= {f"blk.{n}.{name}.weight" for n in sharing for name in ("attn_k", "attn_v", "attn_k_norm")}
         spare = tuple(f"blk.{c.num_layers + n}." for n in range(c.num_spare_layers))
         for name in gguf.tensors:
             if name not in read and not name.startswith(spare):
@@ -158,6 +182,8 @@ class ModelMatrices:
     def token_bytes(self) -> int:
         """Bytes that a single row touches, with logits: one row of the embedding, the experts that it passes."""
         touched = self.head.num_bytes + self.embedding.group_bytes
+        if self.given:
+            touched += self.given[0].group_bytes + self.given[1].num_bytes
         for layer in self.layers:
             for m in layer.all:
                 chosen = self.config.experts.chosen if self.config.experts and m.count > 1 else 1
@@ -168,4 +194,4 @@ class ModelMatrices:
     def all(self) -> list[Matrix]:
         """Each once, in the order in which they are numbered and lie in memory."""
         found = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
-        return found + [m for layer in self.layers for m in layer.all]
+        return [*found, *self.given, *(m for layer in self.layers for m in layer.all)]

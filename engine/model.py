@@ -191,6 +191,8 @@ class Model:
             "qkv_bytes": b.qkv.strides[0],
             "attention": b.attention.ctypes.data,
             "attention_bytes": b.attention.strides[0],
+            "given": 0 if b.given is None else b.given.ctypes.data,
+            "given_bytes": 0 if b.given is None else b.given.strides[0],
             "states": b.states.ctypes.data,
             "state_slots": b.num_parts,
             "scratch": b.scratch.ctypes.data,

@@ -6,6 +6,7 @@ of a step, blocks, threads and layouts of `model.py` are what must not show. For
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,8 +82,11 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     """
     c, t = ModelConfig.from_gguf(gguf), _Tensors(gguf)
     c = c.for_context(context_size or c.train_context_size)
-    x = t.rows("token_embd.weight", ids) * np.float32(c.embedding_factor)
-    cache, states = [], []
+    x = t.rows("token_embd.weight", ids)
+    gates = _given(c, t, ids, x) if c.layer_embedding_size else None
+    x = x * np.float32(c.embedding_factor)
+    cache: dict[int, tuple[Cached, Cached]] = {}
+    states = []
     for n in range(c.num_layers):
         if c.delta is not None and c.is_delta(n):
             given, state = _recalled(c, c.delta, t, n, x)
@@ -91,24 +95,45 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
             x = _feed_forward(c, t, n, _taken(c, t, f"blk.{n}.{c.arch.ffn_norm}", x), x)
             continue
         gate, q, *computed = _heads(c, t, n, x)
-        k, v = (twins.kept(y, kv_type) for y in computed)
-        cache.append((k, v))
+        if computed:
+            k, v = computed
+            cache[n] = twins.kept(k, kv_type), twins.kept(v, kv_type)
+        keys, values = cache[c.kv_layer(n)]
         window = c.window if c.is_local(n) else 0
         sinks = t.vector(f"blk.{n}.attn_sinks.weight") if c.arch.sinks else None
-        seen = twins.attention(q, k, v, np.arange(len(ids)), window, c.attention_cap, sinks).reshape(len(ids), -1)
+        seen = twins.attention(q, keys, values, np.arange(len(ids)), window, c.attention_cap, sinks).reshape(
+            len(ids), -1
+        )
         if gate is not None:
             seen = seen * twins.sigmoid(gate)
         attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
         norm = f"blk.{n}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}"
-        x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
+        if c.experts and c.arch.experts_beside:
+            x = _experts_and_dense(c, c.experts, t, n, attended)
+        else:
+            x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
+        if gates is not None:
+            gated = twins.gelu(t.multiply(f"blk.{n}.inp_gate.weight", x), gates[:, n])
+            x = _into_stream(c, t, f"blk.{n}.proj", f"blk.{n}.post_norm", gated, x)
+        if f"blk.{n}.layer_output_scale.weight" in t:
+            x = x * t.vector(f"blk.{n}.layer_output_scale.weight")
     normed = _normed(c, t, "output_norm", x, c.logit_factor)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
-    keys, values = zip(*cache)
+    all_keys, all_values = zip(*cache.values())
     logits = t.multiply(head, normed)
     if "output.bias" in t:
         logits = logits + t.vector("output.bias")
     found = np.stack(states) if states else np.zeros((0, 0), np.float32)
-    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, keys, values, found)
+    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, all_keys, all_values, found)
+
+
+def _given(c: ModelConfig, t: _Tensors, ids: Sequence[int], x: Floats) -> Floats:
+    """[T, layers, size] f32: what gates a branch in each layer, of embeddings x [T, hidden]."""
+    weight = t.vector("per_layer_proj_norm.weight") * np.float32(math.sqrt(0.5))
+    shape = (len(ids), c.num_layers, c.layer_embedding_size)
+    made = twins.normed(t.multiply("per_layer_model_proj.weight", x).reshape(shape), weight, c.norm_eps)
+    own = t.rows("per_layer_token_embd.weight", ids).reshape(shape)
+    return twins.fma32(own, np.float32(math.sqrt(c.layer_embedding_size / 2)), made)
 
 
 def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats]:
@@ -149,18 +174,22 @@ def _taken(c: ModelConfig, t: _Tensors, norm: str, x: Floats) -> Floats:
     return _normed(c, t, norm, x) if c.arch.pre_norms else x
 
 
-def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats | None, Floats, Floats, Floats]:
-    """Of a layer the gate [T, H D] f32, if it has one, q [T, H, D] f32 with the attention scale, k and v [T, G, D]."""
+def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats | None, Floats, *tuple[Floats, ...]]:
+    """Of a layer the gate [T, H D] f32, if it has one, q [T, H, D] f32 with the attention scale, k and v [T, G, D], if
+    it has these."""
     normed, sizes = _taken(c, t, f"blk.{layer}.attn_norm", x), c.heads[layer]
     cos, sin = (table[:, None] for table in c.rope_tables(len(x), c.is_local(layer)))
-    heads, names, gate = [], ("attn_q", "attn_k", "attn_v"), None
+    heads, names, gate = [], ["attn_q", "attn_k", "attn_v"], None
     fused = f"blk.{layer}.attn_qkv"
     if f"{fused}.weight" in t:
         ends = np.cumsum([c.num_heads * sizes.dim, sizes.keys])
         whole = t.multiply(f"{fused}.weight", normed)
         computed = np.split(whole + t.vector(f"{fused}.bias") if f"{fused}.bias" in t else whole, ends, axis=1)
     else:
-        computed = [t.multiply(f"blk.{layer}.{name}.weight", normed) for name in names]
+        if c.kv_layer(layer) != layer:
+            names = names[:1]
+        tied = {"attn_v": "attn_k"} if sizes.keys_are_values else {}
+        computed = [t.multiply(f"blk.{layer}.{tied.get(name, name)}.weight", normed) for name in names]
     if c.arch.delta_layers:  # each head of q is followed by its gate
         both = computed[0].reshape(len(x), c.num_heads, 2, sizes.dim)
         computed[0], gate = (both[:, :, i].reshape(len(x), -1) for i in range(2))
@@ -173,11 +202,13 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats |
         if norm in t and not c.arch.late_head_norms:
             y = _normed_heads(c, t, norm, y)
         y = y.reshape(len(x), -1, sizes.dim)
+        if name == "attn_v" and c.arch.normed_values:
+            y = twins.normed(y, np.ones(sizes.dim, np.float32), c.norm_eps)
         rotated = name != "attn_v" and c.is_rotated(layer)
         y = twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y
         heads.append(_normed_heads(c, t, norm, y) if norm in t and c.arch.late_head_norms else y)
-    q, k, v = heads
-    return gate, q * c.query_scales(len(x))[:, None, None], k, v
+    q, *others = heads
+    return gate, q * c.query_scales(len(x))[:, None, None], *others
 
 
 def _normed_heads(c: ModelConfig, t: _Tensors, norm: str, y: Floats) -> Floats:
@@ -196,7 +227,7 @@ def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Fl
         factor = twins.sigmoid(t.multiply(f"{block}.ffn_gate_inp_shexp.weight", normed))
         y = t.multiply(f"{block}.ffn_down_shexp.weight", _inner(c, t, layer, "_shexp", normed))
         return twins.fma32(y, factor, x)
-    if c.ffn_size:
+    if c.ffn_sizes[layer]:
         suffix = "_shexp" if c.experts else ""
         inner = _inner(c, t, layer, suffix, normed)
         return _into_stream(c, t, f"{block}.ffn_down{suffix}", f"{block}.post_ffw_norm", inner, x)
@@ -209,7 +240,7 @@ def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats,
     if not c.arch.gated:
         up = t.multiply(f"{block}_up.weight", normed)
         name = f"{block}_up.bias"
-        up = up + (t.vector(name) if name in t else np.zeros(c.ffn_size, np.float32))
+        up = up + (t.vector(name) if name in t else np.zeros(c.ffn_sizes[layer], np.float32))
         return twins.lone_gelu(up) if c.arch.activation == "gelu" else twins.lone_relu2(up)
     if f"{block}_gate{suffix}.weight" in t:
         gate, up = (t.biased(f"{block}_{name}{suffix}", normed, expert) for name in ("gate", "up"))
@@ -219,10 +250,28 @@ def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats,
     return {"gelu": twins.gelu, "clipped": twins.clipped}.get(c.arch.activation, twins.silu)(gate, up)
 
 
-def _with_experts(c: ModelConfig, e: Experts, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:
-    """x and what each row's experts make of it, added in the order of their numbers."""
-    logits = t.biased(f"blk.{layer}.ffn_gate_inp", normed)
+def _experts_and_dense(c: ModelConfig, e: Experts, t: _Tensors, layer: int, x: Floats) -> Floats:
+    """x and what the chosen experts and the feed-forward layer make of x side by side, each through norms."""
+    block = f"blk.{layer}"
+    scale = t.vector(f"{block}.ffn_gate_inp.scale") * np.float32(c.hidden_size**-0.5)
+    routed = twins.normed(x, scale, c.norm_eps)
+    taken = _normed(c, t, f"{block}.pre_ffw_norm_2", x)
+    branch = _with_experts(c, e, t, layer, taken, np.zeros_like(x), routed)
+    branch = _normed(c, t, f"{block}.post_ffw_norm_2", branch)
+    dense = t.multiply(f"{block}.ffn_down.weight", _inner(c, t, layer, "", _normed(c, t, f"{block}.ffn_norm", x)))
+    branch = branch + twins.branch_normed(dense, t.vector(f"{block}.post_ffw_norm_1.weight"), c.norm_eps)
+    return x + twins.branch_normed(branch, t.vector(f"{block}.post_ffw_norm.weight"), c.norm_eps)
+
+
+def _with_experts(
+    c: ModelConfig, e: Experts, t: _Tensors, layer: int, normed: Floats, x: Floats, routed: Floats | None = None
+) -> Floats:
+    """x and what each row's experts make of it, added in the order of their numbers. `routed`: what the router takes,
+    if that is not `normed`."""
+    logits = t.biased(f"blk.{layer}.ffn_gate_inp", normed if routed is None else routed)
     experts, weights = twins.choose(logits, e.chosen, c.arch.normed_experts, e.scale)
+    if f"blk.{layer}.ffn_down_exps.scale" in t:
+        weights = weights * t.vector(f"blk.{layer}.ffn_down_exps.scale")[experts]
     x = x.copy()
     for expert in range(e.count):
         rows, ranks = np.nonzero(experts == expert)

@@ -49,6 +49,7 @@ class Program:
         experts = [y.experts for y in layers.layers if y.experts]
         readers_hidden = [layers.head] + [m for y in layers.layers for m in (*y.qkv, *y.router)]
         readers_hidden += [m for part in (*dense, *experts) for m in part.gate_up]
+        readers_hidden += [*layers.given[1:], *(m for y in layers.layers for m in y.given[:1])]
         self._activations: list[tuple[int, ...]] = []
         rows, slots = model.max_rows, self._buffers.num_slots
         self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
@@ -56,7 +57,12 @@ class Program:
         widths = {m.num_columns for m in outputs[0]}
         self._attended = {w: self._activation(w, [m for m in outputs[0] if m.num_columns == w], rows) for w in widths}
         self._recalled = self._activation(c.delta.values, outputs[1], rows) if c.delta else 0
-        self._gated = self._activation(c.ffn_size, [part.down for part in dense], rows)
+        sizes = {part.down.num_columns for part in dense}
+        down = [part.down for part in dense]
+        self._gated = {w: self._activation(w, [m for m in down if m.num_columns == w], rows) for w in sizes}
+        if c.layer_embedding_size:
+            outward = [y.given[1] for y in layers.layers]
+            self._gated_given = self._activation(c.layer_embedding_size, outward, rows)
         if c.experts:
             self._gathered = self._activation(c.hidden_size, [m for part in experts for m in part.gate_up], slots)
             self._expert_gated = self._activation(c.experts.ffn_size, [part.down for part in experts], slots)
@@ -166,7 +172,10 @@ class Program:
         c, b = self._config, self._buffers
         self._wanted = False
         factor = b.constants[2:].ctypes.data if c.embedding_factor != 1 else 0
-        self._add(Op.EMBED, matrix=self._numbers[id(self._layers.embedding)], factor=factor)
+        embedding = self._numbers[id(self._layers.embedding)]
+        if self._layers.given:
+            self._give(embedding, *self._layers.given)
+        self._add(Op.EMBED, matrix=embedding, factor=factor)
         for n, layer in enumerate(self._layers.layers):
             self._layer(n, layer)
         self._take("output_norm", c.logit_factor)
@@ -175,6 +184,43 @@ class Program:
         if c.logit_cap:
             cap, out = b.constants[4:].ctypes.data, b.logits
             self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
+
+    def _give(self, embedding: int, table: Matrix, projection: Matrix) -> None:
+        """given = what gates a branch in each layer: the token's embedding for it, and one made of the stream's.
+
+        That one is made of embeddings times the root of the hidden size, and divided by it: so of embeddings as they
+        are. Their sum is divided by the root of 2.
+        """
+        c, b = self._config, self._buffers
+        assert b.given is not None
+        self._add(Op.EMBED, matrix=embedding)
+        self._add(Op.NORM, activation=self._hidden)
+        self._multiply(self._hidden, (projection,), b.given)
+        weight = load_vector(self._gguf, "per_layer_proj_norm.weight", c.layer_embedding_size)
+        self._add(
+            Op.GIVE,
+            matrix=self._numbers[id(table)],
+            weight=self._keep(weight * np.float32(math.sqrt(0.5))),
+            factor=b.constants[8:].ctypes.data,
+            count=c.layer_embedding_size,
+            share=c.num_layers,
+        )
+
+    def _take_given(self, n: int, layer: LayerMatrices) -> None:
+        """x += what the branch makes of it that the token's embedding for this layer gates."""
+        b, size = self._buffers, self._config.layer_embedding_size
+        inward, outward = layer.given
+        self._add(Op.NORM, activation=self._hidden)
+        self._multiply(self._hidden, (inward,), b.branch)
+        out = {"out": b.branch.ctypes.data, "out_bytes": b.branch.strides[0]}
+        self._add(Op.GATE_GIVEN, second=self._gated_given, given_offset=4 * n * size, **out)
+        self._into_stream(self._gated_given, outward, f"blk.{n}.post_norm", self._layer_scale(n))
+
+    def _layer_scale(self, n: int) -> int:
+        """Address of what the stream is multiplied with behind a layer, or 0."""
+        name = f"blk.{n}.layer_output_scale"
+        given = self._config.arch.layer_scales and f"{name}.weight" in self._gguf.tensors
+        return self._vector(name, 1) if given else 0
 
     def _layer(self, n: int, layer: LayerMatrices) -> None:
         c = self._config
@@ -187,12 +233,18 @@ class Program:
             self._attend(n, layer)
             activation = self._attended[layer.output.num_columns]
             self._into_stream(activation, layer.output, f"blk.{n}.post_attention_norm")
-        if not c.is_parallel:
-            self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
-        if layer.experts:
-            self._experts(n, layer, layer.experts)
-        if layer.dense:
-            self._dense(n, layer.dense)
+        if layer.experts and layer.dense and c.arch.experts_beside:
+            self._experts_and_dense(n, layer, layer.experts, layer.dense)
+        else:
+            if not c.is_parallel:
+                self._take_for(f"blk.{n}.{c.arch.ffn_norm}")
+            if layer.experts:
+                self._route(n, layer)
+                self._experts(n, layer.experts, self._buffers.x, add=1)
+            if layer.dense:
+                self._dense(n, layer, layer.dense)
+        if layer.given:
+            self._take_given(n, layer)
 
     def _attend(self, n: int, layer: LayerMatrices) -> None:
         """activation = what attention gives."""
@@ -212,6 +264,8 @@ class Program:
             sin=sin,
             half=heads.rope_dim // 2 if c.is_rotated(n) else 0,
             neox=int(c.arch.neox_rope),
+            stored_heads=heads.num_kv_heads * (0 if c.kv_layer(n) != n else 1 if heads.keys_are_values else 2),
+            v_norm=self._keep(np.ones(heads.dim, np.float32)) if c.arch.normed_values else 0,
             **cache,
         )
         # K and V of every row are in the cache; only the wanted rows need what comes after.
@@ -237,7 +291,7 @@ class Program:
         return {
             "head_dim": heads.dim,
             "num_kv_heads": heads.num_kv_heads,
-            "kv_offset": self._model.kv_layout.offsets[c.attention_layers.index(n)],
+            "kv_offset": self._model.kv_layout.offsets[c.attention_layers.index(c.kv_layer(n))],
             "kv_head_bytes": BLOCK_SIZE * heads.dim * NUMBER_BYTES[kv_type],
             "kv_scale_bytes": BLOCK_SIZE * 2 * runs_of(heads.dim) if kv_type == "q8_0" else 0,
         }
@@ -263,8 +317,8 @@ class Program:
         )
 
     def _keep_wanted(self, n: int) -> None:
-        """Behind what all rows leave in the last layer."""
-        if n == self._config.num_layers - 1:
+        """Behind what all rows leave to later ones in the last layer that does so."""
+        if n == self._config.last_remembered:
             self._wanted = True
             self._add(Op.KEEP)
             if self._config.is_parallel:
@@ -276,25 +330,53 @@ class Program:
         whole = math.lcm(unit, head_dim)
         return whole if width % whole == 0 else width
 
-    def _dense(self, n: int, part: FeedForward) -> None:
+    def _dense(self, n: int, layer: LayerMatrices, part: FeedForward) -> None:
         """The feed-forward layer that every row passes."""
-        self._gate(Op.GATED if self._config.arch.gated else Op.LONE, self._hidden, self._gated, part, self._up_bias(n))
+        gated = self._gated[part.down.num_columns]
+        self._gate(Op.GATED if self._config.arch.gated else Op.LONE, self._hidden, gated, part, self._up_bias(n))
         if not self._config.has_shared_gate:
-            self._into_stream(self._gated, part.down, f"blk.{n}.post_ffw_norm")
+            scale = 0 if layer.given else self._layer_scale(n)
+            self._into_stream(gated, part.down, f"blk.{n}.post_ffw_norm", scale)
             return
         out, router = self._buffers.branch, self._buffers.router
-        self._multiply(self._gated, (part.down,), out)
+        self._multiply(gated, (part.down,), out)
         factor = router[0, router.shape[1] - 16 :].ctypes.data
         out_place = {"out": out.ctypes.data, "out_bytes": out.strides[0]}
         self._add(Op.ADD_GATED, **out_place, factor=factor, factor_bytes=router.strides[0])
 
-    def _experts(self, n: int, layer: LayerMatrices, part: FeedForward) -> None:
-        """x += what the chosen experts make of each row."""
-        c, x, router = self._config, self._buffers.x, self._buffers.router
+    def _experts_and_dense(self, n: int, layer: LayerMatrices, experts: FeedForward, dense: FeedForward) -> None:
+        """x += what the chosen experts and the feed-forward layer make of x side by side, each through norms."""
+        c, b, block = self._config, self._buffers, f"blk.{n}"
+        # The router's norm has no weights, but a scale of its own.
+        scale = load_vector(self._gguf, f"{block}.ffn_gate_inp.scale", c.hidden_size)
+        self._add(Op.NORM, activation=self._hidden, weight=self._keep(scale * np.float32(c.hidden_size**-0.5)))
+        self._route(n, layer)
+        self._take(f"{block}.pre_ffw_norm_2")
+        self._experts(n, experts, b.branch, add=0)
+        branch = {"out": b.branch.ctypes.data, "out_bytes": b.branch.strides[0]}
+        weight = self._vector(f"{block}.post_ffw_norm_2", c.hidden_size)
+        self._add(Op.ROW_NORM, count=c.hidden_size, weight=weight, **branch)
+        self._take(f"{block}.{c.arch.ffn_norm}")
+        gated = self._gated[dense.down.num_columns]
+        self._gate(Op.GATED, self._hidden, gated, dense)
+        self._multiply(gated, (dense.down,), b.beside)
+        self._add_norm(b.beside, f"{block}.post_ffw_norm_1", b.branch)
+        self._add_norm(b.branch, f"{block}.post_ffw_norm", b.x, 0 if layer.given else self._layer_scale(n))
+
+    def _route(self, n: int, layer: LayerMatrices) -> None:
+        """Which experts each row passes, and with which weights."""
+        c, router, scales = self._config, self._buffers.router, f"blk.{n}.ffn_down_exps.scale"
         assert c.experts
         self._multiply(self._hidden, layer.router, router)
         self._add_bias(f"blk.{n}.ffn_gate_inp", router, c.experts.count)
-        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0])
+        given = c.arch.experts_beside and scales in self._gguf.tensors
+        of_experts = self._keep(load_vector(self._gguf, scales, c.experts.count)) if given else 0
+        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0], expert_scales=of_experts)
+
+    def _experts(self, n: int, part: FeedForward, out: NDArray[np.float32], add: int) -> None:
+        """out += (or =) what the chosen experts make of each row."""
+        c = self._config
+        assert c.experts
         # Its matrices are adjacent: gate and up, or one for both, and down.
         self._add(Op.GROUP, matrix=self._numbers[id(part.gate_up[0])], num_matrices=len(part.all))
         self._add(Op.GATHER, activation=self._hidden, second=self._gathered)
@@ -305,8 +387,9 @@ class Program:
             activation=self._expert_gated,
             matrix=self._numbers[id(part.down)],
             num_matrices=1,
-            out=x.ctypes.data,
-            out_bytes=x.strides[0],
+            out=out.ctypes.data,
+            out_bytes=out.strides[0],
+            add=add,
             bias=self._expert_biases(n, ("ffn_down_exps",), c.hidden_size),
         )
 
@@ -341,7 +424,7 @@ class Program:
         """Address of the bias of a layer that is not gated, zeros if there is none; 0 for gated ones."""
         if self._config.arch.gated:
             return 0
-        name, size = f"blk.{n}.ffn_up.bias", self._config.ffn_size
+        name, size = f"blk.{n}.ffn_up.bias", self._config.ffn_sizes[n]
         given = name in self._gguf.tensors
         return self._keep(load_vector(self._gguf, name, size) if given else np.zeros(size, np.float32))
 
@@ -380,8 +463,8 @@ class Program:
             add=add,
         )
 
-    def _into_stream(self, activation: int, matrix: Matrix, post_norm: str) -> None:
-        """x += matrix . activation, through a norm where the architecture has one."""
+    def _into_stream(self, activation: int, matrix: Matrix, post_norm: str, scale: int = 0) -> None:
+        """x += matrix . activation, through a norm where the architecture has one. `scale`: as `_layer_scale`."""
         b, size = self._buffers, self._config.hidden_size
         name = matrix.name.removesuffix(".weight")
         if not self._config.arch.post_norms:
@@ -390,8 +473,18 @@ class Program:
             return
         self._multiply(activation, (matrix,), b.branch)
         self._add_bias(name, b.branch, size)
-        weight = self._vector(post_norm, self._config.hidden_size)
-        self._add(Op.ADD_NORM, out=b.branch.ctypes.data, out_bytes=b.branch.strides[0], weight=weight)
+        self._add_norm(b.branch, post_norm, b.x, scale)
+
+    def _add_norm(self, out: NDArray[np.float32], norm: str, into: NDArray[np.float32], scale: int = 0) -> None:
+        self._add(
+            Op.ADD_NORM,
+            out=out.ctypes.data,
+            out_bytes=out.strides[0],
+            weight=self._vector(norm, self._config.hidden_size),
+            into=into.ctypes.data,
+            into_bytes=into.strides[0],
+            factor=scale,
+        )
 
     def _add_bias(self, name: str, out: NDArray[np.float32], size: int) -> None:
         """out += the biases of a matrix, if it has any. Rows of `out` are whole vectors, and more is added nothing."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_calls import assert_same_bits, target_named
+from tiny_gemma4 import Gemma4
 from tiny_models import write_tiny_model
 
 from engine import model_twin
@@ -126,6 +127,47 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_size": 96,
         "num_layers": 3,
         "sliding_window": 41,
+    },
+    # Heads of two sizes, three layers that look at keys and values of others, an embedding for each layer.
+    "gemma4": {
+        "architecture": "gemma4",
+        "hidden_size": 96,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 80,
+        "ffn_size": 160,
+        "num_layers": 6,
+        "sliding_window": 41,
+        "rope_base": 1e6,
+        "rope_factors": [1.0] * 12 + [1e30] * 28,
+        "gemma4": Gemma4(local_dim=48, local_kv_heads=1, shared=3, embedding=32),
+        "tensor_types": {"per_layer_token*": TensorType.Q5_1, "*inp_gate*": TensorType.F16, "*": TensorType.Q8_0},
+    },
+    # Of larger ones: values made as keys are where everything is seen, and fewer of them there.
+    "gemma4, larger": {
+        "architecture": "gemma4",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "ffn_size": 96,
+        "num_layers": 3,
+        "sliding_window": 41,
+        "gemma4": Gemma4(local_dim=32, local_kv_heads=2, keys_are_values=True),
+    },
+    "gemma4, experts": {
+        "architecture": "gemma4",
+        "hidden_size": 96,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_size": 96,
+        "num_layers": 3,
+        "experts": 7,
+        "experts_used": 3,
+        "expert_ffn_size": 160,
+        "sliding_window": 41,
+        "gemma4": Gemma4(local_dim=48, local_kv_heads=4, keys_are_values=True),
     },
     "granite": {
         "architecture": "granite",
@@ -415,6 +457,7 @@ MODELS: dict[str, dict[str, Any]] = {
 every_model = pytest.mark.parametrize("name", MODELS)
 # Head sizes of 48 and 80 end in a run of 16 numbers in q8_0.
 OTHER_TYPES: list[tuple[str, KVType]] = [("llama", "q8_0"), ("qwen3", "q8_0"), ("gemma3", "q8_0"), ("llama", "f32")]
+OTHER_TYPES += [("gemma4", "q8_0"), ("gemma4", "f32")]
 every_model_and_type = pytest.mark.parametrize(("name", "kv_type"), [*((name, "f16") for name in MODELS), *OTHER_TYPES])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_forward import running, tokens
+from tiny_gemma4 import Gemma4
 from tiny_models import ARCHITECTURES, write_tiny_model
 
 from engine import arch
@@ -36,6 +37,7 @@ SIZES: dict[str, Any] = {
 }
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
 FACTORS = np.geomspace(1, 8, 8).tolist()
+LAYERED = {"num_kv_heads": 1, "head_dim": 64, "rope_base": 1e5, "rope_factors": [1.0] * 8 + [1e30] * 24}
 DEEP = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 32}
 
 
@@ -51,6 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
     # By the number of layers llama.cpp tells the models that scale scores by another size than the head's.
     "gemma3-wide": {"architecture": "gemma3", **DEEP, "num_layers": 62},
     "gemma2-wide": {"architecture": "gemma2", **DEEP, "num_layers": 46},
+    "gemma4": with_keys("gemma4", {}, **LAYERED, num_layers=6, gemma4=Gemma4(local_kv_heads=1, shared=3, embedding=32)),
+    "gemma4-larger": with_keys("gemma4", {}, **LAYERED, gemma4=Gemma4(keys_are_values=True)),
+    "gemma4-experts": with_keys(
+        "gemma4", {}, **LAYERED, experts=6, expert_ffn_size=64, gemma4=Gemma4(keys_are_values=True)
+    ),
     # So large that it shows how branches are scaled.
     "granite-epsilon": with_keys("granite", {"attention.layer_norm_rms_epsilon": 0.05}),
     "llama-linear-old": with_keys("llama", {"rope.scale_linear": 4.0}),

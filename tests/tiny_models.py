@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from tiny_gemma4 import Gemma4, expert_shapes
 from tiny_vocab import bpe_metadata, spm_metadata
 
 from engine.quant import TensorType, block_shape, dequantize
@@ -25,6 +26,7 @@ Architecture = Literal[
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
     "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm", "hunyuan-dense",
+    "gemma4",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -40,8 +42,8 @@ _PRE = {
 }
 _MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe", "qwen35moe", "qwen3next", "gpt-oss")  # always have experts
 _GATED_SHARED = ("qwen2moe", "qwen35moe", "qwen3next")  # and one that every row passes, times a factor
-_GEMMAS = ("gemma", "gemma2", "gemma3")
-_SANDWICHED = ("gemma2", "gemma3", "olmo2", "glm4", "exaone4")  # have norms after branches
+_GEMMAS = ("gemma", "gemma2", "gemma3", "gemma4")
+_SANDWICHED = ("gemma2", "gemma3", "gemma4", "olmo2", "glm4", "exaone4")  # have norms after branches
 _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
@@ -131,6 +133,7 @@ def _matrices_and_vectors(
     expert_ffn: int,
     shared_ffn: int,
     delta: tuple[int, int, int],
+    gemma4: Gemma4,
 ) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape (rows, columns) or (length,), in the order of a converted file."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden)}
@@ -174,7 +177,17 @@ def _matrices_and_vectors(
             block |= {"attn_output.bias": (hidden,), "ffn_up.bias": (ffn,), "ffn_down.bias": (hidden,)}
         if architecture in ("phi2", "chatglm"):
             block["attn_qkv.bias"] = (q_size + 2 * kv_size,)
-        if experts:
+        if architecture == "gemma4":
+            for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+                del block[f"{name}.weight"]
+            own = gemma4.block(layer, num_layers, hidden, q_size // head_dim, head_dim, kv_size // head_dim)
+            wide = 1 if gemma4.has_keys(layer, num_layers) else 2
+            block |= own | {f"ffn_{name}.weight": (wide * ffn, hidden) for name in ("gate", "up")}
+            block |= {
+                "ffn_down.weight": (hidden, wide * ffn),
+                **(expert_shapes(hidden, experts, expert_ffn) if experts else {}),
+            }
+        elif experts:
             block |= {
                 "ffn_gate_inp.weight": (experts, hidden),
                 "ffn_gate_exps.weight": (experts, expert_ffn, hidden),
@@ -203,6 +216,8 @@ def _matrices_and_vectors(
             block = {name: shape for name, shape in block.items() if name not in attention}
             block |= _delta_shapes(hidden, *delta, interleaved=architecture == "qwen3next")
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    if architecture == "gemma4":
+        shapes |= gemma4.others(num_layers, hidden, vocab)
     shapes["output_norm.weight"] = (hidden,)
     if architecture in _CENTRED and not architecture.startswith("co"):
         shapes["output_norm.bias"] = (hidden,)
@@ -269,6 +284,7 @@ def write_tiny_model(
     rope_factors: Sequence[float] | None = None,
     tied: bool = True,
     delta: tuple[int, int, int] = (2, 4, 32),
+    gemma4: Gemma4 = Gemma4(),  # noqa: B008
     vocab: Literal["bpe", "spm"] | None = None,
     tensor_types: TensorType | Mapping[str, TensorType] = TensorType.Q8_0,
     tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
@@ -337,18 +353,20 @@ def write_tiny_model(
             keys |= {"rope.dimension_sections": [len(range(n, head_dim // 4, 3)) for n in range(3)] + [0]}
         keys |= {"ssm.conv_kernel": 4, "ssm.group_count": delta[0], "ssm.time_step_rank": delta[1]}
         keys |= {"ssm.state_size": delta[2], "ssm.inner_size": delta[1] * delta[2]}
-    if sliding_window is None and architecture in ("gemma2", "gemma3", "cohere2", "gpt-oss"):
+    if sliding_window is None and architecture in ("gemma2", "gemma3", "gemma4", "cohere2", "gpt-oss"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": experts_used}
-        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", *_DELTAS):
+        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", "gemma4", *_DELTAS):
             keys["expert_feed_forward_length"] = expert_ffn_size
         else:
             keys["feed_forward_length"] = expert_ffn_size
         if shared_ffn_size:
             keys["expert_shared_feed_forward_length"] = shared_ffn_size
+    if architecture == "gemma4":
+        keys |= gemma4.keys(num_layers, head_dim, num_kv_heads, ffn_size)
     keys |= _EXTRA_KEYS.get(architecture, {})
     values: dict[str, Any] = {
         "general.architecture": architecture,
@@ -374,6 +392,7 @@ def write_tiny_model(
         expert_ffn=expert_ffn_size,
         shared_ffn=shared_ffn_size,
         delta=delta,
+        gemma4=gemma4,
     )
     stored: dict[str, tuple[TensorType, NDArray[np.uint8]]] = {}
     for name, shape in shapes.items():
@@ -382,6 +401,8 @@ def write_tiny_model(
         if len(shape) == 1 or name.endswith(".bias"):
             middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
             vector = rng.normal(middle, 0.1, shape).astype("<f4")
+            if architecture == "gemma4" and name.endswith("attn_q_norm.weight"):
+                vector *= np.float32(shape[0] ** -0.5)  # since scores are not scaled
             if name.endswith("ssm_a"):
                 vector = -np.geomspace(0.05, 4.0, *shape).astype("<f4")  # from long memories to short ones
             stored[name] = TensorType.F32, vector.view(np.uint8)

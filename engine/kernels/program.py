@@ -33,7 +33,7 @@ class Op(IntEnum):
     GATED = 7
     """second activation = quantized act(gate) * up, a strip of outputs at a time while it is in L2."""
     ADD_NORM = 8
-    """x += out / rms(out) * weight."""
+    """into += out / rms(out) * weight, then times `factor` if given."""
     ROW_NORM = 9
     """out = out / rms(out) * weight over `count` values of a row."""
     CAP = 10
@@ -51,7 +51,7 @@ class Op(IntEnum):
     EXPERTS_GATED = 16
     """GATED of each expert's slots with its matrices."""
     EXPERTS_DOWN = 17
-    """out += weight * (activation times the expert's matrix), for each row the experts in ascending order."""
+    """out += (or =) weight * (activation times the expert's matrix), for each row the experts in ascending order."""
     ADD_GATED = 18
     """x += out * sigmoid(the f32 at `factor`, `factor_bytes` from row to row)."""
     CONVOLVE = 19
@@ -62,6 +62,10 @@ class Op(IntEnum):
     """The state of each value head takes in the rows in their order; v becomes what it gives."""
     NORM_GATED = 22
     """activation = quantized norm of what each value head gives, times the SiLU of a gate."""
+    GIVE = 23
+    """given = stretches of `count` values of it, each through a norm, + a row of the matrix times `factor`."""
+    GATE_GIVEN = 24
+    """second activation = quantized gelu(out) times the layer's stretch of what is given."""
 
 
 class Gate(IntEnum):
@@ -88,13 +92,15 @@ OPERATION = _record(
     "code",
     "wanted",  # 1: runs on the wanted rows only, and not at all when there are none
     "activation",  # index of the activation read (NORM, MERGE: written)
-    "second",  # GATED, LONE: index of the activation written
+    "second",  # GATED, LONE, GATE_GIVEN: index of the activation written
     "matrix",  # index of the first matrix
     "num_matrices",
     "out",  # address of the output [rows, ...] f32
     "out_bytes",  # bytes of an output row
-    "add",  # 1: add to the output
-    "count",  # ROW_NORM, CAP, ADD_BIAS: values of a row
+    "add",  # 1: add to the output, 0: put it there
+    "into",  # ADD_NORM: address of what is added to [rows, ...] f32
+    "into_bytes",
+    "count",  # ROW_NORM, CAP, ADD_BIAS, GIVE: values of a row, or of a stretch of it
     "weight",  # address of a norm's weights
     "centred",  # 1: norms are LayerNorm, 0: of the root mean square
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
@@ -115,13 +121,17 @@ OPERATION = _record(
     "neox",
     "head_dim",  # HEADS, ATTEND, MERGE: of this layer
     "num_kv_heads",
+    "stored_heads",  # HEADS: keys and values of a row that are stored; num_kv_heads: values are made as keys are; or 0
+    "v_norm",  # HEADS: address of the norm's weights, or 0
     "kv_offset",  # bytes of the keys from the start of a KV block; the values follow them
     "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
     "kv_scale_bytes",  # of their scales; 0: there are none
     "window",  # ATTEND: positions a row sees, itself included; 0: all
-    "share",  # values of a share of work, where a row is shared
+    "share",  # values of a share of work, where a row is shared; GIVE: stretches of a row
     "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
     "state_offset",  # CONVOLVE, DELTA: bytes of this layer's state from the start of a slot
+    "given_offset",  # GATE_GIVEN: bytes of this layer's stretch
+    "expert_scales",  # ROUTE: address of a factor for each expert, or 0
     "rate",  # UNIT: address of the value heads' rates of decay; `bias` is that of their biases
     "interleaved",  # DELTA: 1: neighbouring value heads share a key head
 )
@@ -189,6 +199,8 @@ CONTEXT = _record(
     "qkv_bytes",
     "attention",
     "attention_bytes",
+    "given",  # f32 [rows, given_bytes / 4]: what gates a branch in each layer
+    "given_bytes",
     "states",
     "state_slots",  # parts a query may have
     "scratch",

@@ -67,3 +67,12 @@ def choose(
     with b.loop(chosen) as j:
         share = b.read(F32, logits, b.times(b.sext(b.read(I32, ids, b.times(j, 4)), I64), 4))
         b.write(b.fmul(b.fdiv(share, total), factor), weights, b.times(j, 4))
+
+
+def scale_choices(b: KernelBuilder, weights: Value, ids: Value, scales: Value, chosen: Value) -> None:
+    """weights f32 [chosen] *= the scales f32 [experts] of the experts ids i32 [chosen]."""
+    weights, ids, scales = (b.pointer(p) for p in (weights, ids, scales))
+    with b.loop(chosen) as j:
+        at = b.times(j, 4)
+        scale = b.read(F32, scales, b.times(b.sext(b.read(I32, ids, at), I64), 4))
+        b.write(b.fmul(b.read(F32, weights, at), scale), weights, at)

@@ -34,7 +34,7 @@ _KNOWN_FACTS: Final = frozenset(
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
 _KNOWN_SIZES: Final = frozenset(
     (
-        "name", "arch", "num_layers", "hidden_size", "num_heads", "heads", "ffn_size", "experts",
+        "name", "arch", "num_layers", "hidden_size", "num_heads", "heads", "ffn_sizes", "experts",
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
@@ -219,7 +219,7 @@ class TorchWeights:
             output,
             self._post_norm(f"{block}.post_attention_norm"),
             self._norm(f"{block}.{arch.ffn_norm}") if arch.pre_norms and not c.is_parallel else None,
-            self._feed_forward(block, "_shexp" if e else "", c.ffn_size) if c.ffn_size else None,
+            self._feed_forward(block, "_shexp" if e else "", c.ffn_sizes[n]) if c.ffn_sizes[n] else None,
             self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
             # Which experts are chosen hangs on little: exact, whatever the others are.
             self._linear(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,

@@ -108,35 +108,47 @@ def norm_head(c: Record, op: Record, x: int, weight: int) -> None:
 
 
 @compiled
+def keep_value(c: Record, op: Record, r: int, x: int, head: int) -> None:
+    """The value of a KV head of row r through its norm, and into the cache."""
+    position = int32_at(c.positions + 4 * r)
+    if op.v_norm:
+        norm_vector(x, op.v_norm, c.eps, op.head_dim)
+    numbers = cached(c, op, r, position // BLOCK, 1, head)
+    store(c, op, x, numbers, head, position % BLOCK, 1)
+
+
+@compiled
 def heads(c: Record, op: Record, start: int, end: int) -> None:
-    dim = op.head_dim
-    total = c.num_heads + 2 * op.num_kv_heads
+    dim, keys = op.head_dim, op.num_kv_heads
+    total = c.num_heads + op.stored_heads
     for i in range(start, end):
         r, h = i // total, i % total
         x, position = c.qkv + r * c.qkv_bytes + h * dim * 4, int32_at(c.positions + 4 * r)
-        is_query, is_value = h < c.num_heads, h >= c.num_heads + op.num_kv_heads
+        is_query, own = h < c.num_heads, h if h < c.num_heads else h - c.num_heads
         if op.bias:
             add_vector(x, op.bias + h * dim * 4, dim)
-        if not is_value:
-            weight, own = (op.q_norm, h) if is_query else (op.k_norm, h - c.num_heads)
-            if weight and not op.late_norms:
-                norm_head(c, op, x, weight + own * op.norm_bytes)
-            table = position * op.half * 4
-            if op.neox:
-                rotate_neox(x, op.cos + table, op.sin + table, op.half)
-            else:
-                rotate_pairs(x, op.cos + table, op.sin + table, op.half)
-            if weight and op.late_norms:
-                norm_head(c, op, x, weight + own * op.norm_bytes)
-        slot = position % BLOCK
+        if not is_query and own >= keys:
+            keep_value(c, op, r, x, own - keys)
+            continue
+        if not is_query and op.stored_heads == keys:
+            copy_bytes(x + keys * dim * 4, x, dim * 4)
+            keep_value(c, op, r, x + keys * dim * 4, own)
+        weight = op.q_norm if is_query else op.k_norm
+        if weight and not op.late_norms:
+            norm_head(c, op, x, weight + own * op.norm_bytes)
+        table = position * op.half * 4
+        if op.neox:
+            rotate_neox(x, op.cos + table, op.sin + table, op.half)
+        else:
+            rotate_pairs(x, op.cos + table, op.sin + table, op.half)
+        if weight and op.late_norms:
+            norm_head(c, op, x, weight + own * op.norm_bytes)
         if is_query:
             scale_vector(x, op.q_scales + 4 * position if op.q_scales else c.scale, dim)
             if c.kv_stored == Stored.F16:
                 fix_query(x, dim)
         else:
-            values = 1 if is_value else 0
-            head = h - c.num_heads - values * op.num_kv_heads
-            store(c, op, x, cached(c, op, r, position // BLOCK, values, head), head, slot, values)
+            store(c, op, x, cached(c, op, r, position // BLOCK, 0, own), own, position % BLOCK, 0)
 
 
 @compiled
@@ -146,6 +158,7 @@ def keep(c: Record) -> None:
         w = int32_at(c.wanted + 4 * i)
         copy_bytes(c.x + i * c.x_bytes, c.x + w * c.x_bytes, c.x_bytes)
         copy_bytes(c.qkv + i * c.qkv_bytes, c.qkv + w * c.qkv_bytes, c.qkv_bytes)
+        copy_bytes(c.given + i * c.given_bytes, c.given + w * c.given_bytes, c.given_bytes)
         put_int32(c.positions + 4 * i, int32_at(c.positions + 4 * w))
         put_int32(c.table_rows + 4 * i, int32_at(c.table_rows + 4 * w))
 

@@ -14,11 +14,13 @@ from engine.kernels.walk.instructions import (
     add_scaled,
     add_vector,
     choose,
+    clear_bytes,
     compiled,
     copy_bytes,
     int32_at,
     matrix_at,
     put_int32,
+    scale_choices,
     see_resident,
     will_need,
 )
@@ -31,6 +33,8 @@ def route(c: Record, op: Record, start: int, end: int) -> None:
         at = 4 * r * c.num_chosen
         logits = op.out + r * op.out_bytes
         choose(logits, c.num_experts, c.num_chosen, c.expert_sum, c.expert_scale, c.choices + at, c.choice_weights + at)
+        if op.expert_scales:
+            scale_choices(c.choice_weights + at, c.choices + at, op.expert_scales, c.num_chosen)
 
 
 @compiled
@@ -119,12 +123,15 @@ def experts_gated(c: Record, op: Record, tid: int, rows: int, item: int, items: 
 
 
 @compiled
-def experts_down(c: Record, op: Record, tid: int, low: int, high: int) -> None:
+def experts_down(c: Record, op: Record, tid: int, rows: int, low: int, high: int) -> None:
     """Groups low..high of all experts: whoever has them adds up their outputs, expert by expert."""
     act, matrix = activation_at(c.activations, op.activation), matrix_at(c.matrices, op.matrix)
     buffer = c.scratch + tid * c.scratch_bytes
     for g in range(low, high, DOWN_GROUPS):
         groups, n = min(DOWN_GROUPS, high - g), 0
+        if not op.add:
+            for r in range(rows):
+                clear_bytes(op.out + r * op.out_bytes + g * LINE, groups * LINE)
         e = int32_at(c.busy_experts)
         while e >= 0:
             first, s, end = e * matrix.num_groups + g, int32_at(c.expert_slots + 4 * e), int32_at(c.expert_ends + 4 * e)

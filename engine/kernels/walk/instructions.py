@@ -105,6 +105,14 @@ copy_bytes = _instruction(
         [b.inttoptr(target, _POINTER), b.inttoptr(source, _POINTER), n, ir.IntType(1)(0)],
     ),
 )
+clear_bytes = _instruction(
+    2,
+    types.void,
+    lambda b, target, n: b.call(
+        _declare(b, "llvm.memset.p0.i64", ir.VoidType(), [_POINTER, _I8, _I64, ir.IntType(1)]),
+        [b.inttoptr(target, _POINTER), _I8(0), n, ir.IntType(1)(0)],
+    ),
+)
 atomic_add = _instruction(
     2, N, lambda b, address, x: b.atomic_rmw("add", b.inttoptr(address, _I64.as_pointer()), x, "seq_cst")
 )
@@ -146,6 +154,7 @@ add_vector, scale_vector = _kernel("add_vector", 3), _kernel("scale_vector", 3)
 norm_vector, centre_vector = _kernel("norm_vector", 4), _kernel("centre_vector", 4)
 cap_vector = _kernel("cap_vector", 3)
 add_scaled, add_gated, choose = _kernel("add_scaled", 4), _kernel("add_gated", 4), _kernel("choose", 7)
+scale_choices = _kernel("scale_choices", 4)
 rotate_neox, rotate_pairs = _kernel("rotate_neox", 4), _kernel("rotate_pairs", 4)
 store_key_f16, store_value_f16 = _kernel("store_key_f16", 3), _kernel("store_value_f16", 3)
 store_key_f32, store_value_f32 = _kernel("store_key_f32", 3), _kernel("store_value_f32", 3)

@@ -15,6 +15,7 @@ from engine.kernels.walk.instructions import (
     _kernel,
     activation_at,
     add_normed,
+    add_scaled,
     add_vector,
     call4,
     call10,
@@ -24,6 +25,7 @@ from engine.kernels.walk.instructions import (
     int32_at,
     inverse_rms,
     matrix_at,
+    norm_vector,
     scale_vector,
 )
 
@@ -104,8 +106,36 @@ def add_norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
         r, first = i // per_row, i % per_row
         count = min(per_row - first, end - i)
         y, at = op.out + r * op.out_bytes, first * 128
+        into = op.into + r * op.into_bytes + at
         inverse_rms(y, c.hidden, c.eps, inverse)
-        add_normed(y + at, op.weight + at, inverse, c.x + r * c.x_bytes + at, 32 * count)
+        add_normed(y + at, op.weight + at, inverse, into, 32 * count)
+        if op.factor:
+            scale_vector(into, op.factor, 32 * count)
+        i += count
+
+
+@compiled
+def give(c: Record, op: Record, tid: int, start: int, end: int) -> None:
+    matrix, width = matrix_at(c.matrices, op.matrix), 4 * op.count
+    embedded = c.scratch + tid * c.scratch_bytes
+    for r in range(start, end):
+        row, given = int32_at(c.ids + 4 * r), c.given + r * c.given_bytes
+        call4(matrix.row, matrix.address + row // 16 * matrix.group_bytes, row % 16, matrix.num_blocks, embedded)
+        for n in range(op.share):
+            norm_vector(given + n * width, op.weight, c.eps, op.count)
+            add_scaled(embedded + n * width, op.factor, given + n * width, op.count)
+
+
+@compiled
+def gate_given(c: Record, op: Record, i: int, end: int) -> None:
+    result = activation_at(c.activations, op.second)
+    per_row = result.num_values // result.unit
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        activate_gelu(
+            result, r, op.out + r * op.out_bytes, c.given + r * c.given_bytes + op.given_offset, 0, first, count
+        )
         i += count
 
 

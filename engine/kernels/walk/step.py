@@ -54,8 +54,10 @@ from engine.kernels.walk.layers import (
     add_norm,
     cap_row,
     embed,
+    gate_given,
     gated_cuts,
     gated_piece,
+    give,
     lone,
     matmul,
     norm,
@@ -81,7 +83,7 @@ def num_units(c: Record, op: Record, rows: int) -> int:
     if code == Op.MATMUL:
         return num_groups(c, op)
     if code == Op.HEADS:
-        return rows * (c.num_heads + 2 * op.num_kv_heads)
+        return rows * (c.num_heads + op.stored_heads)
     if code == Op.ATTEND:
         share = num_parts(c, op) if rows <= SPLIT_ROWS else 1
         tall = query_rows(c, op)
@@ -93,8 +95,11 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return result.num_values // result.unit
     if code == Op.ADD_NORM or code == Op.ADD_GATED:
         return rows * (c.hidden // 32)
-    if code == Op.ROW_NORM or code == Op.ADD_BIAS:
+    if code == Op.ROW_NORM or code == Op.ADD_BIAS or code == Op.GIVE:
         return rows
+    if code == Op.GATE_GIVEN:
+        result = activation_at(c.activations, op.second)
+        return rows * (result.num_values // result.unit)
     if code == Op.CAP:
         return rows * ((op.count + CAP_SHARE - 1) // CAP_SHARE)
     if code == Op.ROUTE:
@@ -175,7 +180,7 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
     elif code == Op.EXPERTS_GATED:
         experts_gated(c, op, tid, rows, piece, pieces)
     elif code == Op.EXPERTS_DOWN:
-        experts_down(c, op, tid, start, end)
+        experts_down(c, op, tid, rows, start, end)
     elif code == Op.ADD_GATED:
         add_shared(c, op, start, end)
     elif code == Op.CONVOLVE:
@@ -186,6 +191,10 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         delta_rows(c, op, start, end)
     elif code == Op.NORM_GATED:
         norm_gated_rows(c, op, start, end)
+    elif code == Op.GIVE:
+        give(c, op, tid, start, end)
+    elif code == Op.GATE_GIVEN:
+        gate_given(c, op, start, end)
 
 
 # The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and
