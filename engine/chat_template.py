@@ -139,8 +139,10 @@ class ChatTemplate:
         """
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         prompt, text = self._accepted(self._prompt(messages, tools, arguments))
-        marks = Marks.unused_in([self._source, self._tool_source, *prompt.texts()])
-        marked, levels = self._marked(prompt, text, marks)
+        texts = prompt.texts()
+        marks = Marks.unused_in([self._source, self._tool_source, *texts])
+        spelled = any(map(self._guard.finds, texts))
+        marked, levels = self._marked(prompt, text, marks, spelled=spelled)
         ids = self._ids(marked, prompt.messages, marks, levels)
         if not ids:
             raise TemplateError(
@@ -262,14 +264,13 @@ class ChatTemplate:
         control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
         return Guard(control | {text for text in user_defined if text.strip() and text in source})
 
-    def _marked(self, prompt: Prompt, text: str, marks: Marks) -> tuple[str, Mapping[int, int]]:
-        """The rendered text with marks, and the level of each reply.
+    def _marked(self, prompt: Prompt, text: str, marks: Marks, *, spelled: bool) -> tuple[str, Mapping[int, int]]:
+        """The rendered text with marks, and the level of each reply. `spelled`: a text has something to be marked.
 
         What people and tools wrote is marked, whatever the template would have found in it. What an assistant said is
         marked as far as the template renders the same around it.
         """
         replies = [number for number, message in enumerate(prompt.messages) if message.role == "assistant"]
-        spelled = any(map(self._guard.finds, prompt.texts()))
         levels = dict.fromkeys(replies, CONTROLS_ONLY)
         if not spelled and not any(prompt.messages[number].ids for number in replies):
             return text, levels

@@ -76,6 +76,9 @@ class Guard:
         self._longest = max(map(len, texts), default=1)
         self._starts = {text[:length] for text in texts for length in range(1, len(text))}
         self._ends = {text[length:] for text in texts for length in range(1, len(text))}
+        # Most texts are ruled out by two characters: a prompt with tools has hundreds, looked at for each turn.
+        self._last_two = {start[-2:] for start in self._starts}
+        self._first_two = {end[:2] for end in self._ends}
 
     def finds(self, text: str) -> bool:
         return next(self._spellings.find(text), None) is not None or self._edges(text) != (False, False)
@@ -92,7 +95,10 @@ class Guard:
     def _edges(self, text: str) -> tuple[bool, bool]:
         """Whether a spelling could end with the start of the text, and whether one could start with its end."""
         lengths = range(1, min(self._longest, len(text) + 1))
+        first, last = text[:2], text[-2:]
         return (
-            any(text[:length] in self._ends for length in lengths),
-            any(text[-length:] in self._starts for length in lengths),
+            (first in self._first_two or first[:1] in self._first_two)
+            and any(text[:length] in self._ends for length in lengths),
+            (last in self._last_two or last[-1:] in self._last_two)
+            and any(text[-length:] in self._starts for length in lengths),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,16 +39,18 @@ class Prompt:
             "tools": _json(self.tools, marking.text) if self.tools else None,
         }
 
-    def texts(self) -> Iterator[str]:
-        """Every text in it, in no order."""
+    def texts(self) -> set[str]:
+        """Every text in it."""
+        texts: set[str] = set()
         todo: list[Any] = list(self.variables().values())
         while todo:
             value = todo.pop()
             if isinstance(value, str):
-                yield value
+                texts.add(value)
             elif isinstance(value, (dict, list)):
                 todo.extend(value)
                 todo.extend(value.values() if isinstance(value, dict) else ())
+        return texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.bpe import ByteLevelBPE, pre_tokenizer
 from engine.errors import ModelFileError, UnsupportedModelError, UsageError
+from engine.memo import Memo
 from engine.spm import SentencePieceBPE
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -145,6 +146,10 @@ class Tokenizer:
         self._user_defined = Spellings((tokens[id], id) for id in self.user_defined_ids)
         self._special = Spellings((tokens[id], id) for id in self.special_ids)
         self._pieces: dict[int, bytes] = {}
+        coder = self._coder
+        self._memo: Memo[tuple[str, bool], list[int]] = Memo(
+            lambda key: coder.encode(key[0], continues=key[1]), size_of=lambda key: len(key[0])
+        )
         self.notices = tuple(notices)
 
     def encode(self, text: str, *, control: bool = False, mark: str = "", continues: bool = False) -> list[int]:
@@ -163,7 +168,7 @@ class Tokenizer:
             if mark:
                 part = part.replace(mark, "")
             if part:
-                ids += self._coder.encode(part, continues=continues)
+                ids += self._memo.get((part, continues))
                 continues = True
         return ids
 
