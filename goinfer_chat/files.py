@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,7 @@ from engine.errors import UsageError
 from goinfer_chat.terminal import true_text
 
 NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
+LOCK_SECONDS: Final = 5.0
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 
 
@@ -56,6 +58,30 @@ def make_folder(folder: Path) -> None:
 def create_private(path: Path) -> int:
     """A descriptor of a new file that only its owner can read. Raises FileExistsError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW | _BINARY, 0o600)
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Hold the lock of a file that is read, changed and written: of two at once, the second starts from the first's.
+
+    Raises OSError, also where another process holds it for longer than people wait.
+    """
+    from filelock import FileLock, Timeout
+
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it exists and is not a plain file", str(path))
+    lock = FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        raise OSError(errno.EAGAIN, "another process is writing it; try again", str(path)) from None
+    try:
+        yield
+    finally:
+        # While it is held: whoever has just opened the lock's file finds out that it is gone, and makes a new one.
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def write_private(path: Path, chunks: Iterator[bytes], *, replace: bool = True) -> None:

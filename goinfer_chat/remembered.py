@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import platformdirs
 
-from goinfer_chat.files import write_private
+from goinfer_chat.files import changing, write_private
 
 FILE: Final = "remembered.json"
 
@@ -28,7 +28,8 @@ def remember(name: str, value: str) -> None:
     with suppress(OSError):
         path = _path()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(path, iter([json.dumps(_read() | {name: value}).encode()]))
+        with changing(path):
+            write_private(path, iter([json.dumps(_read() | {name: value}).encode()]))
 
 
 def _read() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import UsageError
-from goinfer_chat.files import make_folder, reason_of, write_private
+from goinfer_chat.files import changing, make_folder, reason_of, write_private
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings, checked
 from goinfer_chat.terminal import true_text
 from goinfer_chat.values import checked_int, did_you_mean, parse_size, shown, written_size
@@ -203,19 +203,25 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
     Raises UsageError where the file cannot be written, or is written in a way that only its author can change.
     """
     where = true_text(str(path))
-    before = read_tables(path, must_be_there=False)
+    target = Path(os.path.realpath(path))  # a link to it stays one
     try:
-        text = path.read_text(encoding="utf-8-sig") if before is not None else template()
-        after = "\n".join(_with_values(text.splitlines(), values, profile)) + "\n"
-        if not _is_changed_to(after, before or {}, values, profile):
-            raise UsageError(
-                f"{where}: change {', '.join(values)} there yourself: it is written in a way that only you can change"
-            )
-        target = Path(os.path.realpath(path))  # a link to it stays one
         make_folder(target.parent)
-        write_private(target, iter([after.encode()]))
+        with changing(target):
+            after = _changed_text(path, where, values, profile)
+            write_private(target, iter([after.encode()]))
     except (OSError, UnicodeEncodeError) as error:
         raise UsageError(f"{where} cannot be written: {reason_of(error)}") from None
+
+
+def _changed_text(path: Path, where: str, values: Mapping[str, Any], profile: str | None) -> str:
+    before = read_tables(path, must_be_there=False)
+    text = path.read_text(encoding="utf-8-sig") if before is not None else template()
+    after = "\n".join(_with_values(text.splitlines(), values, profile)) + "\n"
+    if not _is_changed_to(after, before or {}, values, profile):
+        raise UsageError(
+            f"{where}: change {', '.join(values)} there yourself: it is written in a way that only you can change"
+        )
+    return after
 
 
 def _with_values(lines: list[str], values: Mapping[str, Any], profile: str | None) -> Iterator[str]:

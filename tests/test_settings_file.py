@@ -6,7 +6,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,21 @@ def test_saving_where_there_is_no_file_writes_the_template_with_the_value_in_pla
     assert "\ntop-k = 5\n" in file.read_text()
     assert read_settings_file(str(file), None) == {"top_k": 5}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_of_many_that_save_at_once_none_loses_what_another_saved(file: Path) -> None:
+    values = {"top-k": 5, "seed": 1, "temperature": 0.5, "keys": "vi", "top-p": 0.5, "min-p": 0.25, "max-tokens": 9}
+    start = threading.Barrier(len(values))
+
+    def save(flag: str) -> None:
+        start.wait(10)
+        save_settings(file, {flag: values[flag]})
+
+    with ThreadPoolExecutor(len(values)) as pool:
+        list(pool.map(save, values))
+    saved = read_settings_file(str(file), None)
+    assert {name.replace("_", "-"): value for name, value in saved.items()} == values
+    assert os.listdir(file.parent) == [file.name]  # no lock stays
 
 
 def test_a_link_to_the_file_stays_a_link(file: Path, tmp_path: Path) -> None:

@@ -442,6 +442,23 @@ def test_a_file_of_rules_that_others_may_write_does_not_count(tmp_path: Path) ->
         kept.of(tmp_path)
 
 
+def test_of_many_rules_given_at_once_each_is_kept(tmp_path: Path) -> None:
+    kept, start = KeptRules(tmp_path / "approvals.json"), threading.Barrier(6)
+
+    def add(n: int) -> None:
+        start.wait(10)
+        KeptRules(kept.path).add(tmp_path, Rule(f"tool_{n}"))
+
+    threads = [threading.Thread(target=add, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert {str(rule) for rule in kept.of(tmp_path)} == {f"tool_{n}" for n in range(6)}
+    assert kept.clear(tmp_path) == 6
+    assert kept.of(tmp_path) == ()
+
+
 # Ctrl-C
 
 

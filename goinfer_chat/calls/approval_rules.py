@@ -10,14 +10,14 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from engine.errors import UsageError
-from goinfer_chat.files import make_folder, reason_of, write_private
+from goinfer_chat.files import changing, make_folder, reason_of, write_private
 from tools import Risk, Tool
 
 FILE: Final = "approvals.json"
@@ -112,17 +112,20 @@ class KeptRules:
 
     def add(self, folder: Path, rule: Rule) -> None:
         """Raises UsageError."""
-        folders = self._read()
-        rules = folders.setdefault(str(folder), [])
-        if str(rule) not in rules:
-            rules.append(str(rule))
-        self._write(folders)
+        with self._changing():
+            folders = self._read()
+            rules = folders.setdefault(str(folder), [])
+            if str(rule) not in rules:
+                rules.append(str(rule))
+            self._write(folders)
 
     def clear(self, folder: Path) -> int:
         """Forget the rules of a folder. Returns how many there were. Raises UsageError."""
-        folders = self._read()
-        rules = folders.pop(str(folder), [])
-        if rules:
+        if not self.of(folder):  # nothing is written, and no folder made
+            return 0
+        with self._changing():
+            folders = self._read()
+            rules = folders.pop(str(folder), [])
             self._write(folders)
         return len(rules)
 
@@ -145,10 +148,15 @@ class KeptRules:
             pass
         raise UsageError(f"{self.path} holds no rules; mend or remove it")
 
-    def _write(self, folders: Mapping[str, list[str]]) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
         try:
             make_folder(self.path.parent)
-            text = json.dumps({"folders": dict(folders)}, indent=2) + "\n"
-            write_private(self.path, iter([text.encode()]))
+            with changing(self.path):
+                yield
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written: {reason_of(error)}") from None
+
+    def _write(self, folders: Mapping[str, list[str]]) -> None:
+        text = json.dumps({"folders": dict(folders)}, indent=2) + "\n"
+        write_private(self.path, iter([text.encode()]))
