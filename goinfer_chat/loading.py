@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,17 +30,13 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
         return connect(settings, settings.base_url)
     if settings.backend == "cpu" and settings.device not in ("auto", "cpu"):
         raise UsageError(f"--device {settings.device} needs --backend torch")
-    side = Stream(None) if settings.quiet else side
-    path = find_model(settings.model, side)
-    draft = None if settings.draft is None else find_model(settings.draft, side)
+    bar = Stream(None) if settings.quiet else side
+    path = find_model(settings.model, bar)
+    draft = None if settings.draft is None else find_model(settings.draft, bar)
 
     from engine import load
 
-    def progress(what: str, share: float) -> None:
-        # The compiler says nothing while it works: no share is better than one that stands still.
-        side.status(f"{what} ({share:.0%})" if share else what)
-
-    try:
+    with _shown(side, after=PATIENCE if settings.quiet else 0.0) as progress, _memory_error_explained(path):
         return load(
             path,
             context_size=settings.context_size,
@@ -55,13 +54,52 @@ def load_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
             backend=settings.backend,
             device=settings.device,
         )
+
+
+PATIENCE = 3.0
+"""Seconds. Kernels are compiled at a first start for 20 and more: a terminal that is silent for so long looks hung."""
+
+
+@contextmanager
+def _shown(side: Stream, *, after: float) -> Iterator[Callable[[str, float], None]]:
+    """A passing line that tells what is being done, once that has taken `after` seconds; none outside of a terminal."""
+    latest, late = "loading the model", threading.Event()
+
+    def progress(what: str, share: float) -> None:
+        nonlocal latest
+        # The compiler says nothing while it works: no share is better than one that stands still.
+        latest = f"{what} ({share:.0%})" if share else what
+        if late.is_set():
+            side.status(latest)
+
+    def begin() -> None:
+        side.status(latest)
+        late.set()
+
+    timer = threading.Timer(after, begin)
+    if after:
+        timer.daemon = True
+        timer.start()
+    else:
+        late.set()
+    try:
+        yield progress
+    finally:
+        timer.cancel()
+        if after:
+            timer.join()
+        side.clear_status()
+
+
+@contextmanager
+def _memory_error_explained(path: Path) -> Iterator[None]:
+    try:
+        yield
     except MemoryError as error:
         # What was free can be gone, or less than the system says: a limit of the shell counts too.
         raise OutOfMemoryError(
             f"{path.name}: memory ran out while it was loaded; close other programs or choose a smaller model"
         ) from error
-    finally:
-        side.clear_status()
 
 
 def connect(settings: Settings, base_url: str) -> Engine:

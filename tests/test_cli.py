@@ -5,6 +5,7 @@ The engine is scripted: what a model says is not the point here.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -489,6 +490,35 @@ def test_memory_that_runs_out_while_loading_is_an_error_of_the_model(
     settings = replace(Settings(), model=str(write_tiny_model(tmp_path / "tiny.gguf")))
     with pytest.raises(OutOfMemoryError, match=r"^tiny\.gguf: memory ran out"):
         load_engine(settings, Stream(None))
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "seconds", "tells"), [(True, 30, False), (True, 0.05, True), (False, 0.05, False)]
+)
+def test_a_quiet_start_that_takes_long_says_so_on_a_terminal_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, seconds: float, tells: bool
+) -> None:
+    def slowly(*_: object, progress: Callable[[str, float], None], **__: object) -> None:
+        progress("compiling", 0)
+        time.sleep(0.2)
+        progress("compiling", 0.5)
+
+    monkeypatch.setattr("engine.load", slowly)
+    monkeypatch.setattr("goinfer_chat.loading.PATIENCE", seconds)
+    settings = replace(Settings(), model=str(write_tiny_model(tmp_path / "tiny.gguf")), quiet=True)
+    screen = Screen(terminal)
+    load_engine(settings, Stream(screen, {"TERM": "xterm"}))
+    shown = "\rcompiling\x1b[K\rcompiling (50%)\x1b[K\r\x1b[K"  # and nothing of it stays
+    assert screen.getvalue() == (shown if tells else "")
 
 
 # Help
