@@ -158,6 +158,22 @@ def test_rows_without_logits_stop_at_the_last_layers_keys_and_values(tmp_path: P
     assert work.matrices(5, 2).integer == 5 * (everything - skipped) + 2 * skipped
 
 
+def test_rows_without_logits_stop_before_layers_that_look_at_keys_of_others(tmp_path: Path) -> None:
+    """Three of five layers; and a table with an embedding for each layer is only looked up."""
+    path = write_tiny_model(tmp_path / "m.gguf", "gemma4", num_layers=5)
+    matrices, work = tensor_elements(path), work_of(path)
+    matrices.pop("per_layer_token_embd.weight")
+    last = [f"blk.1.{name}.weight" for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down", "inp_gate", "proj")]
+    behind = [name for name in matrices if name.startswith(("blk.2.", "blk.3.", "blk.4."))]
+    skipped = sum(matrices[name][0] for name in ("token_embd.weight", *last, *behind))
+    everything = sum(count for count, _ in matrices.values())
+    assert work.weight_bytes == sum(size for _, size in matrices.values())
+    assert work.matrices(5, 2).integer == 5 * (everything - skipped) + 2 * skipped
+    # A row reads keys and values in every layer: two that see everything, with two heads of 64, and three of 32.
+    assert work.kv_bytes(20) == 20 * 2 * 2 * (2 * 2 * 64 + 3 * 2 * 32)
+    assert work.prompt_attention(20).integer == 2 * 2 * 4 * ((32 * 20 * 21 // 2) + 20 * (64 + 32 + 64 + 32))
+
+
 def test_weights_that_are_floats_need_float_products(tmp_path: Path) -> None:
     types = {"blk.*.ffn_*": TensorType.F16}
     path = write_tiny_model(tmp_path / "m.gguf", num_layers=1, tensor_types=types)

@@ -21,7 +21,7 @@ from engine.quant import TensorType
 ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0)
 HOT = SamplingParams(temperature=1.2, seed=5)
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "gemma4"]
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,15 @@ def test_choices_and_weights_have_the_bits_of_the_twin(target: str, experts: int
 
 
 @every_target
+def test_weights_are_multiplied_with_the_scale_of_their_expert(target: str) -> None:
+    rng = np.random.default_rng(1)
+    weights, scales = rng.standard_normal(7, np.float32), rng.standard_normal(20, np.float32)
+    ids, expected = np.array([19, 0, 3, 7, 18, 1, 2], np.int32), weights.copy()
+    kernels(target).call("scale_choices", weights, ids, scales, 7)
+    assert_same_bits(weights, expected * scales[ids])
+
+
+@every_target
 def test_of_equal_experts_the_lower_number_wins(target: str) -> None:
     logits = np.zeros((1, 40), np.float32)
     assert chosen_by(target, logits, 5, True, 1.0)[0].tolist() == [[0, 1, 2, 3, 4]]

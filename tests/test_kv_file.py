@@ -532,13 +532,14 @@ def test_a_start_that_another_conversation_holds_is_shared_and_the_rest_comes_fr
 
 # ---------------------------------------------------------------------- with a real model
 @pytest.mark.parametrize(
-    ("architecture", "kv_type"), [("qwen2", "f16"), ("gemma3", "f16"), ("gemma3", "q8_0"), ("qwen2", "f32")]
+    ("architecture", "kv_type"),
+    [("qwen2", "f16"), ("gemma3", "f16"), ("gemma3", "q8_0"), ("qwen2", "f32"), ("gemma4", "f16"), ("gemma4", "q8_0")],
 )
 def test_a_restored_conversation_goes_on_with_the_same_bits(
-    tmp_path: Path, path: Path, architecture: Literal["qwen2", "gemma3"], kv_type: KVType
+    tmp_path: Path, path: Path, architecture: Literal["qwen2", "gemma3", "gemma4"], kv_type: KVType
 ) -> None:
     ids = np.random.default_rng(1).integers(5, 200, 230).tolist()
-    with open_gguf(write_tiny_model(tmp_path / "model.gguf", architecture, head_dim=80)) as gguf:
+    with open_gguf(write_tiny_model(tmp_path / "model.gguf", architecture, head_dim=80, num_layers=3)) as gguf:
         model = Model.load(gguf, threads=1, max_rows=64, max_positions=256, kv_type=kv_type)
         try:
             mine = Identity.of(model.config, gguf.content_hash(), kv_type)

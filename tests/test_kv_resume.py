@@ -354,13 +354,13 @@ def test_restarts_between_all_turns_change_no_token_and_cost_no_prefill(steps: S
     ("steps", "architecture"),
     [
         *((steps, "llama") for steps in SCENARIOS if steps is not long_replies),
-        *((steps, "gemma3") for steps in (sampled, after_undo)),
+        *((steps, architecture) for architecture in ("gemma3", "gemma4") for steps in (sampled, after_undo)),
     ],
 )
 def test_restarts_change_no_token_of_a_real_model(
-    steps: Steps, architecture: Literal["llama", "gemma3"], folder: Path, tmp_path: Path
+    steps: Steps, architecture: Literal["llama", "gemma3", "gemma4"], folder: Path, tmp_path: Path
 ) -> None:
-    path = write_tiny_model(tmp_path / "model.gguf", architecture)
+    path = write_tiny_model(tmp_path / "model.gguf", architecture, num_layers=3 if architecture == "gemma4" else 2)
     with load(path, context_size=1024, threads=1) as engine:
         expected = steps(lambda: engine, None)
     with restarted(lambda: load(path, context_size=1024, threads=1, kv_folder=folder)) as again:

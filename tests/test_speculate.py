@@ -422,7 +422,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
 
     def engine_of(architecture: str) -> LocalEngine:
         if architecture not in engines:
-            path = write_tiny_model(folder / f"{architecture}.gguf", architecture)
+            path = write_tiny_model(folder / f"{architecture}.gguf", architecture, num_layers=4)
             engines[architecture] = load(path, context_size=256, threads=1)
             engines[architecture]._speculator = Eager()
         return engines[architecture]
@@ -478,7 +478,7 @@ def assert_same_two_turns(engine: LocalEngine, request: dict[str, object], more:
 )
 @example(piece=[5, 6, 7], repeats=9, sampling=GREEDY, max_tokens=90)
 @example(piece=[8], repeats=1, sampling=GREEDY, max_tokens=90)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "gemma4"])
 def test_tiny_models_say_and_keep_the_same(
     architecture: str,
     tiny: Callable[[str], LocalEngine],

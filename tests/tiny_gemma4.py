@@ -10,8 +10,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4:
-    """Two layers of three see a window, and have heads of their own size."""
+    """All but every n-th layer see a window, and have heads of their own size."""
 
+    every: int = 3
     local_dim: int = 32
     local_kv_heads: int = 2
     shared: int = 0
@@ -22,7 +23,7 @@ class Gemma4:
     """The layers that see everything have no matrix for values."""
 
     def is_local(self, layer: int) -> bool:
-        return layer % 3 < 2
+        return (layer + 1) % self.every != 0
 
     def keys(self, num_layers: int, head_dim: int, num_kv_heads: int, ffn: int) -> dict[str, Any]:
         """Metadata under the architecture's name."""

@@ -284,7 +284,7 @@ def write_tiny_model(
     rope_factors: Sequence[float] | None = None,
     tied: bool = True,
     delta: tuple[int, int, int] = (2, 4, 32),
-    gemma4: Gemma4 = Gemma4(),  # noqa: B008
+    gemma4: Gemma4 | None = None,
     vocab: Literal["bpe", "spm"] | None = None,
     tensor_types: TensorType | Mapping[str, TensorType] = TensorType.Q8_0,
     tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
@@ -302,6 +302,7 @@ def write_tiny_model(
     K-quants and IQ4_XS, else 32). `rope_factors`: one for each rotated pair, as Llama 3 has them; phi3 has them for
     long contexts, and their square roots for short ones. `sliding_window`: 32 where there always is one. `vocab`: SPM
     for Gemmas, byte-level BPE for the rest. `delta`: key heads, value heads and head size of a running state.
+    `gemma4`: by default embeddings for each layer, every second one sees everything, and the first two have keys.
     `tensors` replaces tensors by F32 ones, or leaves them out (None).
     `experts`: 6 where the architecture has some, and for llama as many as are asked for; `expert_ffn_size` is their
     size, and `shared_ffn_size` that of the shared one: for Qwen's that have one, and for granitemoe where it is given.
@@ -318,6 +319,7 @@ def write_tiny_model(
     expert_ffn_size = expert_ffn_size or ffn_size
     shared_ffn_size = shared_ffn_size or (ffn_size if architecture in _GATED_SHARED else 0)
 
+    gemma4 = gemma4 or Gemma4(every=2, shared=max(0, num_layers - 2), embedding=32)
     keys: dict[str, Any] = {
         "context_length": context_size,
         "embedding_length": hidden_size,

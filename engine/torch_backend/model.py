@@ -30,7 +30,7 @@ from engine.torch_backend.device import Device
 from engine.torch_backend.kv import DevicePool, DeviceStatePool, LayerStore
 from engine.torch_backend.matrices import Form
 from engine.torch_backend.parts import Norm, even
-from engine.torch_backend.weights import Attention, FeedForward, Layer, TorchWeights
+from engine.torch_backend.weights import Attention, Beside, FeedForward, Layer, TorchWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class TorchModel:
         logits = np.empty((len(batch.want), self.config.vocab_size), np.float32)
         for first in range(0, len(batch.ids), self._device.rows):
             tile = self._tile(batch, first)
-            x = self._run(tile)
             wanted = np.flatnonzero((batch.want >= first) & (batch.want < first + tile.count))
+            x = self._run(tile, None if len(wanted) else self.config.last_remembered + 1)
             if len(wanted):
                 rows = self._indices(batch.want[wanted] - first)
                 logits[wanted] = self._head(x)[rows].cpu().numpy()
@@ -199,11 +199,13 @@ class TorchModel:
         return _Group(first, last, self._indices(index), self._indices(blocks), hidden, in_window)
 
     # ------------------------------------------------------------------ the layers
-    def _run(self, tile: _Tile) -> Tensor:
-        """The residual stream [rows, hidden] f32 behind the last layer; K and V are in the cache."""
+    def _run(self, tile: _Tile, num_layers: int | None) -> Tensor:
+        """The residual stream [rows, hidden] f32 behind so many layers, or all; K and V are in the cache."""
         c, w = self.config, self._weights
-        x = w.embedding.rows(tile.ids) * c.embedding_factor
-        for n, layer in enumerate(w.layers):
+        x = w.embedding.rows(tile.ids)
+        given = None if w.given is None else self._given(tile, x)
+        x = x * c.embedding_factor
+        for n, layer in enumerate(w.layers[:num_layers]):
             taken = x if layer.attention_norm is None else layer.attention_norm(x)
             if isinstance(layer.mixer, Recurrence):
                 assert self._states is not None
@@ -214,7 +216,20 @@ class TorchModel:
             if not c.is_parallel:
                 taken = x if layer.ffn_norm is None else layer.ffn_norm(x)
             x = self._feed_forward(layer, taken, x)
+            if given is not None and layer.given is not None:
+                y = layer.given.outward(_gelu(layer.given.inward(x)) * given[:, n])
+                x = x + (y if layer.given.norm is None else layer.given.norm(y))
+            if layer.scale is not None:
+                x = x * layer.scale
         return x
+
+    def _given(self, tile: _Tile, x: Tensor) -> Tensor:
+        """[rows, layers, size] f32: what gates a branch in each layer, of embeddings x as they are."""
+        assert self._weights.given is not None
+        table, projection, norm = self._weights.given
+        size = self.config.layer_embedding_size
+        made = norm(projection(x).unflatten(-1, (-1, size)))
+        return (made + table.rows(tile.ids).unflatten(-1, (-1, size)) * size**0.5) * 0.5**0.5
 
     def _head(self, x: Tensor) -> Tensor:
         """Logits [rows, V] f32."""
@@ -227,28 +242,36 @@ class TorchModel:
         c, heads = self.config, self.config.heads[n]
         sizes = [c.num_heads * heads.dim, heads.keys, heads.keys]
         sizes[0] *= 2 if c.arch.delta_layers else 1
-        q, k, v = torch.cat([matrix(taken) for matrix in layer.qkv], -1).split(sizes, -1)
+        if c.kv_layer(n) != n:
+            (q,) = (matrix(taken) for matrix in layer.qkv)
+            return self._attend(n, layer, self._query(n, layer, q, tile.positions), tile)
+        computed = torch.cat([matrix(taken) for matrix in layer.qkv], -1)
+        if heads.keys_are_values:
+            computed = torch.cat([computed, computed[:, sizes[0] :]], -1)
+        q, k, v = computed.split(sizes, -1)
         gate = None
         if c.arch.delta_layers:
             q, gate = (y.flatten(1) for y in q.unflatten(-1, (c.num_heads, 2, heads.dim)).unbind(2))
-        q, k, v = self._heads(n, layer, (q, k, v), tile.positions)
+        q = self._query(n, layer, q, tile.positions)
+        k = self._normed_and_rotated(n, k, layer.k_norm, tile.positions)
+        v = v.unflatten(-1, (-1, heads.dim))
+        v = v if layer.v_norm is None else layer.v_norm(v)
         self._stores[n].store(tile.blocks, tile.slots, k[: tile.count], v[: tile.count])
         seen = self._attend(n, layer, q, tile)
         return seen if gate is None else seen * torch.sigmoid(gate)
 
-    def _heads(
-        self, n: int, layer: Attention, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, H, D] f32 with the scale of scores in it, k and v [rows, G, D] f32."""
-        c, dim, (q, k, v) = self.config, self.config.heads[n].dim, qkv
-        norms, late = (layer.q_norm, layer.k_norm), c.arch.late_head_norms
-        q, k = (self._normed_heads(y, dim, None if late else norm) for y, norm in zip((q, k), norms))
+    def _query(self, n: int, layer: Attention, q: Tensor, positions: Tensor) -> Tensor:
+        """[rows, H, D] f32 with the scale of scores in it."""
+        return self._normed_and_rotated(n, q, layer.q_norm, positions) * self._query_scales[positions][:, None, None]
+
+    def _normed_and_rotated(self, n: int, y: Tensor, norm: Norm | None, positions: Tensor) -> Tensor:
+        """Queries or keys y [rows, heads * D] as [rows, heads, D], normed and rotated."""
+        c, late = self.config, self.config.arch.late_head_norms
+        y = self._normed_heads(y, c.heads[n].dim, None if late else norm)
         if c.is_rotated(n):
             cos, sin = (table[positions][:, None] for table in self._rope[c.is_local(n)])
-            q, k = (_rotated(y, cos, sin, c.arch.neox_rope) for y in (q, k))
-        if late:
-            q, k = (y if norm is None else norm(y) for y, norm in zip((q, k), norms))
-        return q * self._query_scales[positions][:, None, None], k, v.unflatten(-1, (-1, dim))
+            y = _rotated(y, cos, sin, c.arch.neox_rope)
+        return norm(y) if late and norm is not None else y
 
     def _normed_heads(self, y: Tensor, dim: int, norm: Norm | None) -> Tensor:
         """y [rows, heads * D] as [rows, heads, D], each head or all together through a norm, if there is one."""
@@ -259,7 +282,7 @@ class TorchModel:
 
     def _attend(self, n: int, layer: Attention, q: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32."""
-        c, store = self.config, self._stores[n]
+        c, store = self.config, self._stores[self.config.kv_layer(n)]
         out = torch.zeros_like(q)
         for group in tile.groups:
             keys, values = store.keys(group.blocks), store.values(group.blocks)
@@ -277,6 +300,8 @@ class TorchModel:
 
     def _feed_forward(self, layer: Layer, taken: Tensor, x: Tensor) -> Tensor:
         """x [rows, hidden] and what the experts, and what all rows pass, make of `taken`."""
+        if layer.beside is not None:
+            return self._experts_and_dense(layer, layer.beside, taken, x)
         if layer.experts is not None:
             x = self._with_experts(layer, layer.experts, taken, x)
         if layer.dense is not None:
@@ -285,6 +310,15 @@ class TorchModel:
                 y = y * torch.sigmoid(layer.shared_gate.times(taken))
             x = x + (y if layer.post_ffw_norm is None else layer.post_ffw_norm(y))
         return x
+
+    def _experts_and_dense(self, layer: Layer, norms: Beside, taken: Tensor, x: Tensor) -> Tensor:
+        """x and what experts and the feed-forward layer make of it side by side, each through norms."""
+        assert layer.experts is not None
+        assert layer.dense is not None
+        assert layer.post_ffw_norm is not None
+        y = self._with_experts(layer, layer.experts, norms.before(x), torch.zeros_like(x), norms.of_router(x))
+        y = norms.behind(y) + norms.behind_dense(self._branch(layer.dense, taken))
+        return x + layer.post_ffw_norm(y)
 
     def _branch(self, part: FeedForward, taken: Tensor, expert: int = 0) -> Tensor:
         arch = self.config.arch
@@ -295,28 +329,37 @@ class TorchModel:
             gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP) + 1
             inner = gate * torch.sigmoid(gate * CLIPPED_SLOPE)
         elif arch.activation == "gelu":
-            inner = torch.nn.functional.gelu(gate, approximate="tanh")
+            inner = _gelu(gate)
         else:
             inner = torch.nn.functional.silu(gate) if arch.activation == "silu" else torch.relu(gate).square()
         return part.down(inner if up is None else inner * up, expert)
 
-    def _with_experts(self, layer: Layer, part: FeedForward, taken: Tensor, x: Tensor) -> Tensor:
+    def _with_experts(
+        self, layer: Layer, part: FeedForward, taken: Tensor, x: Tensor, routed: Tensor | None = None
+    ) -> Tensor:
         """x and what each row's experts make of it, added in the order of their numbers.
 
-        A row passes every expert that any row of the tile has chosen, with a weight of 0 where it has not.
+        A row passes every expert that any row of the tile has chosen, with a weight of 0 where it has not. `routed`:
+        what the router takes, if that is something else.
         """
         e = self.config.experts
         assert e is not None
         assert layer.router is not None
-        logits = layer.router(taken)
+        logits = layer.router(taken if routed is None else routed)
         # Stable: of equal ones the lower number.
         experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
         shares = torch.exp(even(logits - logits.gather(-1, experts[:, :1])))[:, : logits.shape[-1]]
         chosen = torch.zeros_like(shares).scatter(-1, experts, shares.gather(-1, experts))
         weights = chosen / (chosen if self.config.arch.normed_experts else shares).sum(-1, keepdim=True) * e.scale
+        if layer.beside is not None:
+            weights = weights * layer.beside.expert_scales
         for expert in experts.unique().tolist():
             x = x + self._branch(part, taken, expert) * weights[:, expert, None]
         return x
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -28,7 +28,8 @@ _KNOWN_FACTS: Final = frozenset(
         "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
         "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
         "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert", "sinks",
-        "delta_layers", "interleaved_deltas",
+        "delta_layers", "interleaved_deltas", "layer_sizes", "shared_keys", "normed_values", "unscaled_scores",
+        "logit_cap", "layer_embeddings", "layer_scales", "experts_beside",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -38,7 +39,7 @@ _KNOWN_SIZES: Final = frozenset(
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
-        "num_spare_layers",
+        "num_spare_layers", "local_rope_base", "num_shared_layers", "layer_embedding_size",
     )
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
@@ -65,11 +66,36 @@ class Attention:
     """What a layer with keys and values has of its own."""
 
     qkv: tuple[Linear, ...]
-    """Of q, k and v, or one for all. Where other layers have a running state, each head of q is followed by a gate."""
+    """Of q, k and v, or one for all; of q and k where values are made as keys are; of q where a layer has neither.
+
+    Where other layers have a running state, each head of q is followed by a gate.
+    """
     q_norm: Norm | None
     k_norm: Norm | None
+    v_norm: Norm | None
     sinks: Tensor | None
     """A score more for each head [H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Norms of experts that stand beside what every row passes."""
+
+    of_router: Norm
+    before: Norm
+    behind: Norm
+    behind_dense: Norm
+    expert_scales: Tensor
+    """Factors of the experts' weights [experts] f32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A branch that a token's embedding for the layer gates."""
+
+    inward: Linear
+    outward: Linear
+    norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +113,10 @@ class Layer:
     router: Linear | None
     shared_gate: DeviceMatrix | None
     post_ffw_norm: Norm | None
+    beside: Beside | None
+    given: Given | None
+    scale: Tensor | None
+    """What the stream is multiplied with behind the layer [1]."""
 
 
 def check_known(gguf: GGUFFile, config: ModelConfig) -> None:
@@ -125,9 +155,19 @@ class TorchWeights:
         # Settings of the rotary embedding, which ModelConfig has read.
         self._read = {f"{n}.weight" for n in ("rope_freqs", "rope_factors_long", "rope_factors_short")}
         self._read |= {f"blk.{n}.attn_rot_embd.weight" for n in range(config.num_layers)}
+        # Some converters leave what a layer has no use for in the file.
+        sharing = [n for n in range(config.num_layers) if config.kv_layer(n) != n]
+        self._read |= {f"blk.{n}.{name}.weight" for n in sharing for name in ("attn_k", "attn_v", "attn_k_norm")}
         self.num_bytes = 0
         hidden = config.hidden_size
         self.embedding = self._matrix("token_embd", config.vocab_size, hidden)
+        self.given: tuple[DeviceMatrix, Linear, Norm] | None = None
+        """Embeddings of a token for each layer, what is added to them, and the norm of that."""
+        if size := config.layer_embedding_size:
+            width = config.num_layers * size
+            table = self._matrix("per_layer_token_embd", config.vocab_size, width)
+            norm = Norm(self._vector("per_layer_proj_norm.weight", size), None, config.norm_eps, centred=False)
+            self.given = table, self._linear("per_layer_model_proj", width, hidden), norm
         self.layers = [self._layer(n) for n in range(config.num_layers)]
         self.output_norm = self._norm("output_norm", factor=config.logit_factor)
         tied = "output.weight" not in gguf.tensors
@@ -213,29 +253,56 @@ class TorchWeights:
         else:
             mixer = self._attention(n)
             output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.heads[n].dim)
+        suffix = "_shexp" if e and not arch.experts_beside else ""
+        has_scale = arch.layer_scales and self._has(f"{block}.layer_output_scale.weight")
         return Layer(
             self._norm(f"{block}.attn_norm") if arch.pre_norms else None,
             mixer,
             output,
             self._post_norm(f"{block}.post_attention_norm"),
             self._norm(f"{block}.{arch.ffn_norm}") if arch.pre_norms and not c.is_parallel else None,
-            self._feed_forward(block, "_shexp" if e else "", c.ffn_sizes[n]) if c.ffn_sizes[n] else None,
+            self._feed_forward(block, suffix, c.ffn_sizes[n]) if c.ffn_sizes[n] else None,
             self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
             # Which experts are chosen hangs on little: exact, whatever the others are.
             self._linear(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
             self._matrix(f"{block}.ffn_gate_inp_shexp", 1, hidden, form="f32") if c.has_shared_gate else None,
             self._post_norm(f"{block}.post_ffw_norm"),
+            self._beside(block, e.count) if e and arch.experts_beside else None,
+            self._given(block, c.layer_embedding_size) if c.layer_embedding_size else None,
+            self._vector(f"{block}.layer_output_scale.weight", 1) if has_scale else None,
         )
+
+    def _beside(self, block: str, experts: int) -> Beside:
+        hidden, scales = self._config.hidden_size, f"{block}.ffn_down_exps.scale"
+        scale = self._vector(f"{block}.ffn_gate_inp.scale", hidden) * hidden**-0.5
+        return Beside(
+            Norm(scale, None, self._config.norm_eps, centred=False),
+            self._norm(f"{block}.pre_ffw_norm_2"),
+            self._norm(f"{block}.post_ffw_norm_2"),
+            self._norm(f"{block}.post_ffw_norm_1"),
+            self._vector(scales, experts) if self._has(scales) else torch.ones(experts, device=self._device),
+        )
+
+    def _given(self, block: str, size: int) -> Given:
+        hidden = self._config.hidden_size
+        inward, outward = self._linear(f"{block}.inp_gate", size, hidden), self._linear(f"{block}.proj", hidden, size)
+        return Given(inward, outward, self._post_norm(f"{block}.post_norm"))
 
     def _attention(self, n: int) -> Attention:
         c, block, heads = self._config, f"blk.{n}", self._config.heads[n]
         queries = c.num_heads * heads.dim
         sizes = {"attn_q": queries * (2 if c.arch.delta_layers else 1), "attn_k": heads.keys, "attn_v": heads.keys}
+        if heads.keys_are_values:
+            del sizes["attn_v"]
+        if c.kv_layer(n) != n:
+            sizes = {"attn_q": queries}
         qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
+        ones = torch.ones(heads.dim, device=self._device)
         return Attention(
             tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), c.hidden_size) for name in qkv),
             self._head_norm(f"{block}.attn_q", c.num_heads, heads.dim),
-            self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim),
+            self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim) if "attn_k" in sizes else None,
+            Norm(ones, None, c.norm_eps, centred=False) if c.arch.normed_values else None,
             self._vector(f"{block}.attn_sinks.weight", c.num_heads) if c.arch.sinks else None,
         )
 

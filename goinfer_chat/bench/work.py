@@ -12,6 +12,8 @@ from engine.quant import TensorType
 _FLOATS = {TensorType.F32, TensorType.F16, TensorType.BF16}
 _ONLY_WANTED = (
     "attn_output",
+    "inp_gate",
+    "proj",
     *(f"ffn_{name}{of}" for name in ("gate", "up", "down") for of in ("", "_exps", "_shexp")),
 )
 
@@ -40,7 +42,7 @@ class Work:
     of_row: Products
     """In matrices, for every row of a step."""
     of_wanted: Products
-    """And for a row whose logits are wanted: the last layer behind its K and V, and the head."""
+    """And for a row whose logits are wanted: what lies behind the last K and V, and the head."""
     config: ModelConfig
 
     @classmethod
@@ -48,10 +50,12 @@ class Work:
         """Raises UnsupportedModelError or ModelFileError."""
         config = ModelConfig.from_gguf(gguf)
         tied = "output.weight" not in gguf.tensors
-        last = [f"blk.{config.num_layers - 1}.{name}.weight" for name in _ONLY_WANTED]
+        last = {f"blk.{config.last_remembered}.{name}.weight" for name in _ONLY_WANTED}
+        behind = tuple(f"blk.{n}." for n in range(config.last_remembered + 1, config.num_layers))
+        looked_up = {"per_layer_token_embd.weight"} | (set() if tied else {"token_embd.weight"})
         weight_bytes, of_row, of_wanted = 0, Products(), Products()
         for name, tensor in gguf.tensors.items():
-            if len(tensor.shape) < 2 or (name == "token_embd.weight" and not tied):
+            if len(tensor.shape) < 2 or name in looked_up:
                 continue
             count, num_bytes = math.prod(tensor.shape), tensor.nbytes
             if len(tensor.shape) == 3 and config.experts:
@@ -60,7 +64,7 @@ class Work:
                 num_bytes = num_bytes // config.experts.count * config.experts.chosen
             weight_bytes += num_bytes
             products = Products(floating=count) if tensor.type in _FLOATS else Products(integer=count)
-            if name in last or not name.startswith("blk."):
+            if name in last or name.startswith(("token_embd.", "output.", *behind)):
                 of_wanted = of_wanted.plus(products)
             else:
                 of_row = of_row.plus(products)
@@ -77,8 +81,8 @@ class Work:
         """
         c = self.config
         seen = 0
-        for layer in c.attention_layers:
-            last = layer == c.num_layers - 1
+        for layer in self._attending:
+            last = layer >= c.last_remembered
             rows = self._seen(layer, num_tokens) if last else self._seen_by_all(layer, num_tokens)
             seen += c.heads[layer].dim * rows
         return Products(integer=2 * 2 * c.num_heads * seen)
@@ -89,8 +93,13 @@ class Work:
         A step reads and writes the state, with however many rows.
         """
         c = self.config
-        seen = sum(c.heads[layer].keys * self._seen(layer, depth) for layer in c.attention_layers)
+        seen = sum(c.heads[layer].keys * self._seen(layer, depth) for layer in self._attending)
         return 2 * 2 * seen + 2 * c.state_bytes
+
+    @property
+    def _attending(self) -> list[int]:
+        """Layers that look at keys and values, their own or those of others."""
+        return [n for n in range(self.config.num_layers) if not self.config.is_delta(n)]
 
     def _seen(self, layer: int, num_positions: int) -> int:
         """How many of these positions a layer looks at from the last one."""
