@@ -12,6 +12,9 @@ from engine.gguf_file import GGUFFile
 from engine.kernels.plan import TAPS
 from engine.rope import cos_sin, frequencies, temperatures, yarn_shares
 
+UNSAID = -1e30
+"""Logit of a token that is not said: finite, so that all that is computed of it is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -129,6 +132,8 @@ class ModelConfig:
     """The last so many layers have no keys and values: `kv_layer` says whose they look at."""
     layer_embedding_size: int = 0
     """Of the embeddings that a token has for each layer; 0: there are none."""
+    unsaid_ids: tuple[int, ...] = ()
+    """Tokens that the model must not say: their logits are UNSAID."""
     delta: DeltaSizes | None = None
     num_spare_layers: int = 0
     """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""

@@ -138,6 +138,7 @@ class ConfigReader:
             local_rope_base=self._local_rope_base(),
             num_shared_layers=shared,
             layer_embedding_size=given,
+            unsaid_ids=self._unsaid_ids(embedding.shape[0]),
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
             delta=self._delta(layers) if self.arch.delta_layers else None,
             num_spare_layers=spare,
@@ -180,6 +181,18 @@ class ConfigReader:
                     f"{self.file}: {arch.name}.attention.head_count_kv differs between layers that see as much"
                 )
         return tuple(found)
+
+    def _unsaid_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Such as the marks around an image in a model that also takes images."""
+        key = "tokenizer.ggml.suppress_tokens"
+        given = self.gguf.metadata.get(key)
+        if given is None:
+            return ()
+        if not isinstance(given, (np.ndarray, list)) or any(
+            not isinstance(x, (int, np.integer)) or not 0 <= x < vocab_size for x in given
+        ):
+            raise ModelFileError(f"{self.file}: {key} is not a list of token ids below {vocab_size}")
+        return tuple(int(x) for x in given)
 
     def _local_rope_base(self) -> float | None:
         given = self.arch.local_rope_base

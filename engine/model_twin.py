@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.config import DeltaSizes, Experts, ModelConfig
+from engine.config import UNSAID, DeltaSizes, Experts, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
@@ -124,7 +124,9 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     if "output.bias" in t:
         logits = logits + t.vector("output.bias")
     found = np.stack(states) if states else np.zeros((0, 0), np.float32)
-    return Step(twins.capped(logits, c.logit_cap) if c.logit_cap else logits, all_keys, all_values, found)
+    logits = twins.capped(logits, c.logit_cap) if c.logit_cap else logits
+    logits[:, list(c.unsaid_ids)] += np.float32(UNSAID)
+    return Step(logits, all_keys, all_values, found)
 
 
 def _given(c: ModelConfig, t: _Tensors, ids: Sequence[int], x: Floats) -> Floats:

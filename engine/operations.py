@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.buffers import LINE
-from engine.config import DeltaSizes
+from engine.config import UNSAID, DeltaSizes
 from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import STATE
@@ -184,6 +184,11 @@ class Program:
         if c.logit_cap:
             cap, out = b.constants[4:].ctypes.data, b.logits
             self._add(Op.CAP, cap=cap, out=out.ctypes.data, out_bytes=out.strides[0], count=out.shape[1])
+        if c.unsaid_ids:
+            unsaid = np.zeros(b.logits.shape[1], np.float32)
+            unsaid[list(c.unsaid_ids)] = UNSAID
+            out, address = b.logits, self._keep(unsaid)
+            self._add(Op.ADD_BIAS, out=out.ctypes.data, out_bytes=out.strides[0], count=len(unsaid), bias=address)
 
     def _give(self, embedding: int, table: Matrix, projection: Matrix) -> None:
         """given = what gates a branch in each layer: the token's embedding for it, and one made of the stream's.

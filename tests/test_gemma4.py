@@ -13,7 +13,7 @@ from test_forward import running, tokens
 from tiny_gemma4 import Gemma4
 from tiny_models import write_tiny_model
 
-from engine import load
+from engine import load, model_twin
 from engine.api import KVType, Message, Reply, SamplingParams
 from engine.config import ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
@@ -21,6 +21,7 @@ from engine.gguf_file import open_gguf
 from engine.kernels.program import Op
 from engine.kv_layout import KVLayout
 from engine.local import LocalEngine
+from engine.matrices import ModelMatrices
 from engine.model import Model
 
 SIZES: dict[str, Any] = {
@@ -170,3 +171,29 @@ def test_conversations_fork_are_undone_and_come_back_from_files_with_the_same_wo
     assert talk(fresh) == expected
     engines[0].close()
     assert min(reused[1:]) > 64
+
+
+def test_tokens_that_the_file_says_are_not_said_are_not_said(write: Callable[..., Path]) -> None:
+    ids = tokens(20)
+    with running(write()) as runner:
+        expected = runner.step((runner.table(), ids))
+    said = expected.argmax(-1).tolist()
+    key = "tokenizer.ggml.suppress_tokens"
+    with running(write("less.gguf", metadata={key: said[:3]})) as runner:
+        found = runner.step((runner.table(), ids))
+    with open_gguf(write("less.gguf", metadata={key: said[:3]})) as gguf:
+        assert_same_bits(model_twin.forward(gguf, ids).logits, found)
+    assert np.all(found[:, said[:3]] == np.float32(-1e30))
+    others = np.delete(np.arange(expected.shape[1]), said[:3])
+    assert_same_bits(found[:, others], expected[:, others])
+    for wrong in ([expected.shape[1]], [-1], ["x"], "x"):
+        with open_gguf(write("odd.gguf", metadata={key: wrong})) as gguf, pytest.raises(ModelFileError, match=key):
+            Model.load(gguf)
+
+
+def test_a_token_touches_a_row_of_the_tables_and_all_else(write: Callable[..., Path]) -> None:
+    with open_gguf(write()) as gguf:
+        weights, touched = Model.estimate(gguf)[0], Model.token_bytes(gguf)
+        matrices = ModelMatrices(gguf, ModelConfig.from_gguf(gguf))
+    table, embedding = matrices.given[0], matrices.embedding
+    assert weights - touched == table.num_bytes - table.group_bytes - embedding.group_bytes  # which is the head too

@@ -290,6 +290,15 @@ def test_a_device_with_memory_of_its_own_has_the_same_blocks(tiny: Callable[...,
             assert_same_bits(runner.step((back, ids[149:]), want=[0]), expected)
 
 
+def test_tokens_that_the_file_says_are_not_said_are_not_said(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", metadata={"tokenizer.ggml.suppress_tokens": [3, 99]})
+    with open_gguf(path) as gguf:
+        runner = on_torch(gguf)
+        logits = runner.step((runner.table(), tokens(9)))
+    assert np.all(logits[:, [3, 99]] == np.float32(-1e30))
+    assert np.all(np.abs(np.delete(logits, [3, 99], axis=1)) < 1e3)
+
+
 # ---------------------------------------------------------------- what it refuses
 @pytest.mark.parametrize(("known", "name"), [("_KNOWN_FACTS", "unrotated_layers"), ("_KNOWN_SIZES", "rope_scale")])
 def test_a_fact_of_an_architecture_that_it_does_not_know_is_refused_by_name(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import KVType
-from engine.config import ModelConfig
+from engine.config import UNSAID, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
 from engine.kernels.rows import CLIP, CLIPPED_SLOPE
@@ -235,7 +235,10 @@ class TorchModel:
         """Logits [rows, V] f32."""
         c, w = self.config, self._weights
         logits = w.head(w.output_norm(x))
-        return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
+        logits = c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
+        if c.unsaid_ids:
+            logits[:, list(c.unsaid_ids)] += UNSAID
+        return logits
 
     def _attended(self, n: int, layer: Attention, taken: Tensor, tile: _Tile) -> Tensor:
         """[rows, H * D] f32 of what the layer takes [rows, hidden]; K and V are in the cache."""

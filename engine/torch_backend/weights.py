@@ -40,6 +40,7 @@ _KNOWN_SIZES: Final = frozenset(
         "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
         "num_spare_layers", "local_rope_base", "num_shared_layers", "layer_embedding_size",
+        "unsaid_ids",
     )
 )  # fmt: skip
 """Fields of ModelConfig that are obeyed. Any other one has to be 0, None or empty."""
