@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.buffers import LINE
 from engine.config import UNSAID, DeltaSizes
-from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
-from engine.kernels.attention import STATE
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import ROWS
 from engine.kernels.kv_types import NUMBER_BYTES, runs_of
@@ -21,7 +19,7 @@ from engine.kernels.plan import TAPS
 from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Gate, Op
 from engine.kv_cache import BLOCK_SIZE
 from engine.matrices import FeedForward, LayerMatrices
-from engine.quant import dequantize
+from engine.operands import Operands
 from engine.weights import Matrix, load_vector, zeroed
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ class Program:
     def __init__(self, model: Model, gguf: GGUFFile) -> None:
         self._model, self._gguf = model, gguf
         self._config, self._layers, self._buffers = model.config, model.matrices, model.buffers
-        self._kept: list[NDArray[Any]] = []
+        self._at = Operands(gguf, model.config)
         c, layers = self._config, self._layers
         self._numbers = {id(m): n for n, m in enumerate(layers.all)}
         self._offsets = {
@@ -54,22 +52,21 @@ class Program:
         rows, slots = model.max_rows, self._buffers.num_slots
         self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
         outputs = [[y.output for n, y in enumerate(layers.layers) if c.is_delta(n) == is_delta] for is_delta in (0, 1)]
-        widths = {m.num_columns for m in outputs[0]}
-        self._attended = {w: self._activation(w, [m for m in outputs[0] if m.num_columns == w], rows) for w in widths}
+        self._attended = self._activations_for(outputs[0])
         self._recalled = self._activation(c.delta.values, outputs[1], rows) if c.delta else 0
-        sizes = {part.down.num_columns for part in dense}
-        down = [part.down for part in dense]
-        self._gated = {w: self._activation(w, [m for m in down if m.num_columns == w], rows) for w in sizes}
+        self._gated = self._activations_for([part.down for part in dense])
         if c.layer_embedding_size:
-            outward = [y.given[1] for y in layers.layers]
-            self._gated_given = self._activation(c.layer_embedding_size, outward, rows)
+            self._gated_given = self._activation(c.layer_embedding_size, [y.given[1] for y in layers.layers], rows)
         if c.experts:
             self._gathered = self._activation(c.hidden_size, [m for part in experts for m in part.gate_up], slots)
             self._expert_gated = self._activation(c.experts.ffn_size, [part.down for part in experts], slots)
         self.activations = np.array(self._activations, ACTIVATION)
-        self._rope = {local: self._rope_tables(local) for local in {c.is_local(n) for n in range(c.num_layers)}}
+        self._rope = {
+            local: self._at.rope_tables(model.max_positions, local)
+            for local in {c.is_local(n) for n in range(c.num_layers)}
+        }
         scales = c.query_scales(model.max_positions) if c.score_growth else None
-        self._q_scales = 0 if scales is None else self._keep(scales)
+        self._q_scales = 0 if scales is None else self._at.keep(scales)
         self._operations: list[dict[str, int]] = []
         self._build()
         self.operations = np.zeros(len(self._operations), OPERATION)
@@ -79,11 +76,6 @@ class Program:
         assert len(self.operations) * LINE <= self._buffers.counters.nbytes
 
     # ------------------------------------------------------------------ what operations point to
-    def _keep(self, array: NDArray[Any]) -> int:
-        """Address of an array that lives as long as the program."""
-        self._kept.append(array)
-        return int(array.ctypes.data)
-
     def _matrix(self, m: Matrix) -> tuple[int, ...]:
         return (
             self._model.weights.memory.ctypes.data + m.offset,
@@ -96,6 +88,13 @@ class Program:
             self._offsets.get(id(m), 0),
         )
 
+    def _activations_for(self, readers: list[Matrix]) -> dict[int, int]:
+        """An activation for all matrices that take as many values, by that number."""
+        widths = sorted({m.num_columns for m in readers})
+        return {
+            w: self._activation(w, [m for m in readers if m.num_columns == w], self._model.max_rows) for w in widths
+        }
+
     def _activation(self, num_values: int, readers: list[Matrix], rows: int) -> int:
         """Number of a new activation in every layout that its readers multiply with."""
         spans = {layout_for(m.fmt).span for m in readers}
@@ -103,66 +102,9 @@ class Program:
         record: list[int] = [num_values, unit]
         for span in (256, 32, 1):
             size = ActivationLayout(span).row_bytes(num_values)
-            record += [self._keep(zeroed(rows * size)) if span in spans else 0, size]
+            record += [self._at.keep(zeroed(rows * size)) if span in spans else 0, size]
         self._activations.append(tuple(record))
         return len(self._activations) - 1
-
-    def _rope_tables(self, local: bool) -> tuple[int, int]:
-        cos, sin = self._config.rope_tables(self._model.max_positions, local)
-        return self._keep(cos), self._keep(sin)
-
-    def _vector(self, name: str, *shape: int) -> int:
-        return self._keep(load_vector(self._gguf, f"{name}.weight", *shape))
-
-    def _norm(self, name: str, factor: float = 1.0) -> int:
-        """Address of the weights of a norm of the stream, times a factor; LayerNorm's biases are behind them."""
-        size = self._config.hidden_size
-        values = [load_vector(self._gguf, f"{name}.weight", size)]
-        if self._config.arch.norm == "centred":
-            given = f"{name}.bias" in self._gguf.tensors
-            values.append(load_vector(self._gguf, f"{name}.bias", size) if given else np.zeros(size, np.float32))
-        return self._keep(np.concatenate(values) * np.float32(factor))
-
-    def _padded(self, name: str, size: int) -> int:
-        """Address of a vector filled up with zeros: kernels take 16 numbers at a time."""
-        padded = np.zeros(-(-size // 16) * 16, np.float32)
-        padded[:size] = load_vector(self._gguf, name, size)
-        return self._keep(padded)
-
-    def _taps(self, name: str, sizes: DeltaSizes) -> int:
-        """Address of the weights of a convolution, [TAPS, channels]: the file has those of a channel together."""
-        info, shape = self._gguf.tensors.get(name), (sizes.channels, TAPS)
-        if info is None or info.shape != shape:
-            found = "missing" if info is None else info.shape
-            raise ModelFileError(f"{self._gguf.path.name}: tensor {name} is {found}, and should be {shape}")
-        weights = dequantize(info.type, self._gguf.data(name)).reshape(shape)
-        return self._keep(np.ascontiguousarray(weights.T, np.float32))
-
-    def _bias(self, layer: int) -> int:
-        """Address of the biases of q, k and v in a row, or 0 if there are none."""
-        heads = self._config.heads[layer]
-        sizes = {"q": self._config.num_heads * heads.dim, "k": heads.keys, "v": heads.keys}
-        whole = f"blk.{layer}.attn_qkv.bias"
-        if whole in self._gguf.tensors:
-            return self._keep(load_vector(self._gguf, whole, sum(sizes.values())))
-        names = {x: f"blk.{layer}.attn_{x}.bias" for x in sizes}
-        if not any(name in self._gguf.tensors for name in names.values()):
-            return 0
-        return self._keep(np.concatenate([load_vector(self._gguf, names[x], sizes[x]) for x in sizes]))
-
-    def _head_norms(self, layer: int) -> dict[str, int]:
-        """What HEADS has to know of the norms of q and k: StableLM 2 and Command R+ have weights for each head."""
-        c, dim = self._config, self._config.heads[layer].dim
-        found = {"centred": int(c.arch.norm == "centred"), "late_norms": int(c.arch.late_head_norms)}
-        for which, heads in (("q", c.num_heads), ("k", c.heads[layer].num_kv_heads)):
-            name = f"blk.{layer}.attn_{which}_norm"
-            info = self._gguf.tensors.get(f"{name}.weight")
-            if info is None or c.arch.whole_head_norms:
-                continue
-            own = len(info.shape) > 1
-            found[f"{which}_norm"] = self._vector(name, *((heads, dim) if own else (dim,)))
-            found["norm_bytes"] = 4 * dim if own else 0
-        return found
 
     # ------------------------------------------------------------------ the operations
     def _add(self, code: Op, **values: int) -> None:
@@ -187,7 +129,7 @@ class Program:
         if c.unsaid_ids:
             unsaid = np.zeros(b.logits.shape[1], np.float32)
             unsaid[list(c.unsaid_ids)] = UNSAID
-            out, address = b.logits, self._keep(unsaid)
+            out, address = b.logits, self._at.keep(unsaid)
             self._add(Op.ADD_BIAS, out=out.ctypes.data, out_bytes=out.strides[0], count=len(unsaid), bias=address)
 
     def _give(self, embedding: int, table: Matrix, projection: Matrix) -> None:
@@ -201,11 +143,10 @@ class Program:
         self._add(Op.EMBED, matrix=embedding)
         self._add(Op.NORM, activation=self._hidden)
         self._multiply(self._hidden, (projection,), b.given)
-        weight = load_vector(self._gguf, "per_layer_proj_norm.weight", c.layer_embedding_size)
         self._add(
             Op.GIVE,
             matrix=self._numbers[id(table)],
-            weight=self._keep(weight * np.float32(math.sqrt(0.5))),
+            weight=self._at.scaled("per_layer_proj_norm.weight", c.layer_embedding_size, math.sqrt(0.5)),
             factor=b.constants[8:].ctypes.data,
             count=c.layer_embedding_size,
             share=c.num_layers,
@@ -219,13 +160,7 @@ class Program:
         self._multiply(self._hidden, (inward,), b.branch)
         out = {"out": b.branch.ctypes.data, "out_bytes": b.branch.strides[0]}
         self._add(Op.GATE_GIVEN, second=self._gated_given, given_offset=4 * n * size, **out)
-        self._into_stream(self._gated_given, outward, f"blk.{n}.post_norm", self._layer_scale(n))
-
-    def _layer_scale(self, n: int) -> int:
-        """Address of what the stream is multiplied with behind a layer, or 0."""
-        name = f"blk.{n}.layer_output_scale"
-        given = self._config.arch.layer_scales and f"{name}.weight" in self._gguf.tensors
-        return self._vector(name, 1) if given else 0
+        self._into_stream(self._gated_given, outward, f"blk.{n}.post_norm", self._at.layer_scale(n))
 
     def _layer(self, n: int, layer: LayerMatrices) -> None:
         c = self._config
@@ -262,15 +197,14 @@ class Program:
         cos, sin = self._rope[local]
         self._add(
             Op.HEADS,
-            bias=self._bias(n),
-            **self._head_norms(n),
+            bias=self._at.bias(n),
+            **self._at.head_norms(n),
             q_scales=self._q_scales,
             cos=cos,
             sin=sin,
             half=heads.rope_dim // 2 if c.is_rotated(n) else 0,
             neox=int(c.arch.neox_rope),
             stored_heads=heads.num_kv_heads * (0 if c.kv_layer(n) != n else 1 if heads.keys_are_values else 2),
-            v_norm=self._keep(np.ones(heads.dim, np.float32)) if c.arch.normed_values else 0,
             **cache,
         )
         # K and V of every row are in the cache; only the wanted rows need what comes after.
@@ -287,7 +221,7 @@ class Program:
             window=window,
             share=self._share(activation, heads.dim),
             gate=gate,
-            sinks=self._sinks(n),
+            sinks=self._at.sinks(n),
         )
 
     def _cache(self, n: int) -> dict[str, int]:
@@ -304,8 +238,8 @@ class Program:
     def _recall(self, n: int, sizes: DeltaSizes, layer: LayerMatrices) -> None:
         """activation = what the running state gives."""
         state_offset = sorted(sizes.layers).index(n) * sizes.layer_bytes
-        self._add(Op.CONVOLVE, weight=self._taps(f"blk.{n}.ssm_conv1d.weight", sizes), state_offset=state_offset)
-        rates = (self._padded(f"blk.{n}.{name}", sizes.num_value_heads) for name in ("ssm_dt.bias", "ssm_a"))
+        self._add(Op.CONVOLVE, weight=self._at.taps(f"blk.{n}.ssm_conv1d.weight", sizes), state_offset=state_offset)
+        rates = (self._at.padded(f"blk.{n}.{name}", sizes.num_value_heads) for name in ("ssm_dt.bias", "ssm_a"))
         self._add(Op.UNIT, **dict(zip(("bias", "rate"), rates)))
         self._add(
             Op.DELTA,
@@ -317,7 +251,7 @@ class Program:
             Op.NORM_GATED,
             activation=self._recalled,
             gate=self._offsets[id(layer.qkv[1])],
-            weight=self._vector(f"blk.{n}.ssm_norm", sizes.head_dim),
+            weight=self._at.vector(f"blk.{n}.ssm_norm", sizes.head_dim),
             share=self._share(self._recalled, sizes.head_dim),
         )
 
@@ -338,9 +272,9 @@ class Program:
     def _dense(self, n: int, layer: LayerMatrices, part: FeedForward) -> None:
         """The feed-forward layer that every row passes."""
         gated = self._gated[part.down.num_columns]
-        self._gate(Op.GATED if self._config.arch.gated else Op.LONE, self._hidden, gated, part, self._up_bias(n))
+        self._gate(Op.GATED if self._config.arch.gated else Op.LONE, self._hidden, gated, part, self._at.up_bias(n))
         if not self._config.has_shared_gate:
-            scale = 0 if layer.given else self._layer_scale(n)
+            scale = 0 if layer.given else self._at.layer_scale(n)
             self._into_stream(gated, part.down, f"blk.{n}.post_ffw_norm", scale)
             return
         out, router = self._buffers.branch, self._buffers.router
@@ -353,30 +287,29 @@ class Program:
         """x += what the chosen experts and the feed-forward layer make of x side by side, each through norms."""
         c, b, block = self._config, self._buffers, f"blk.{n}"
         # The router's norm has no weights, but a scale of its own.
-        scale = load_vector(self._gguf, f"{block}.ffn_gate_inp.scale", c.hidden_size)
-        self._add(Op.NORM, activation=self._hidden, weight=self._keep(scale * np.float32(c.hidden_size**-0.5)))
+        scale = self._at.scaled(f"{block}.ffn_gate_inp.scale", c.hidden_size, c.hidden_size**-0.5)
+        self._add(Op.NORM, activation=self._hidden, weight=scale)
         self._route(n, layer)
         self._take(f"{block}.pre_ffw_norm_2")
         self._experts(n, experts, b.branch, add=0)
         branch = {"out": b.branch.ctypes.data, "out_bytes": b.branch.strides[0]}
-        weight = self._vector(f"{block}.post_ffw_norm_2", c.hidden_size)
+        weight = self._at.vector(f"{block}.post_ffw_norm_2", c.hidden_size)
         self._add(Op.ROW_NORM, count=c.hidden_size, weight=weight, **branch)
         self._take(f"{block}.{c.arch.ffn_norm}")
         gated = self._gated[dense.down.num_columns]
         self._gate(Op.GATED, self._hidden, gated, dense)
         self._multiply(gated, (dense.down,), b.beside)
         self._add_norm(b.beside, f"{block}.post_ffw_norm_1", b.branch)
-        self._add_norm(b.branch, f"{block}.post_ffw_norm", b.x, 0 if layer.given else self._layer_scale(n))
+        self._add_norm(b.branch, f"{block}.post_ffw_norm", b.x, 0 if layer.given else self._at.layer_scale(n))
 
     def _route(self, n: int, layer: LayerMatrices) -> None:
         """Which experts each row passes, and with which weights."""
-        c, router, scales = self._config, self._buffers.router, f"blk.{n}.ffn_down_exps.scale"
+        c, router = self._config, self._buffers.router
         assert c.experts
         self._multiply(self._hidden, layer.router, router)
         self._add_bias(f"blk.{n}.ffn_gate_inp", router, c.experts.count)
-        given = c.arch.experts_beside and scales in self._gguf.tensors
-        of_experts = self._keep(load_vector(self._gguf, scales, c.experts.count)) if given else 0
-        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0], expert_scales=of_experts)
+        scales = self._at.expert_scales(n, c.experts.count)
+        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0], expert_scales=scales)
 
     def _experts(self, n: int, part: FeedForward, out: NDArray[np.float32], add: int) -> None:
         """out += (or =) what the chosen experts make of each row."""
@@ -385,7 +318,7 @@ class Program:
         # Its matrices are adjacent: gate and up, or one for both, and down.
         self._add(Op.GROUP, matrix=self._numbers[id(part.gate_up[0])], num_matrices=len(part.all))
         self._add(Op.GATHER, activation=self._hidden, second=self._gathered)
-        biases = self._expert_biases(n, ("ffn_gate_exps", "ffn_up_exps"), c.experts.ffn_size)
+        biases = self._at.expert_biases(n, ("ffn_gate_exps", "ffn_up_exps"), c.experts.ffn_size)
         self._gate(Op.EXPERTS_GATED, self._gathered, self._expert_gated, part, biases)
         self._add(
             Op.EXPERTS_DOWN,
@@ -395,25 +328,8 @@ class Program:
             out=out.ctypes.data,
             out_bytes=out.strides[0],
             add=add,
-            bias=self._expert_biases(n, ("ffn_down_exps",), c.hidden_size),
+            bias=self._at.expert_biases(n, ("ffn_down_exps",), c.hidden_size),
         )
-
-    def _expert_biases(self, n: int, names: tuple[str, ...], size: int) -> int:
-        """Address of the biases [experts, matrices, size] of these matrices, or 0 if the file has none."""
-        experts, tensors = self._config.experts, [f"blk.{n}.{name}.bias" for name in names]
-        if not experts or not any(name in self._gguf.tensors for name in tensors):
-            return 0
-        biases = [load_vector(self._gguf, name, experts.count, size).reshape(experts.count, size) for name in tensors]
-        return self._keep(np.ascontiguousarray(np.stack(biases, axis=1)))
-
-    def _sinks(self, n: int) -> int:
-        """Address of a softmax state [heads, STATE + head size] for each head: its score alone, and no values."""
-        c, name = self._config, f"blk.{n}.attn_sinks"
-        if not c.arch.sinks:
-            return 0
-        states = np.zeros((c.num_heads, STATE + c.heads[n].dim), np.float32)
-        states[:, 0], states[:, 1] = load_vector(self._gguf, f"{name}.weight", c.num_heads), 1
-        return self._keep(states)
 
     def _gate(self, op: Op, activation: int, second: int, part: FeedForward, bias: int = 0) -> None:
         self._add(
@@ -425,18 +341,10 @@ class Program:
             bias=bias,
         )
 
-    def _up_bias(self, n: int) -> int:
-        """Address of the bias of a layer that is not gated, zeros if there is none; 0 for gated ones."""
-        if self._config.arch.gated:
-            return 0
-        name, size = f"blk.{n}.ffn_up.bias", self._config.ffn_sizes[n]
-        given = name in self._gguf.tensors
-        return self._keep(load_vector(self._gguf, name, size) if given else np.zeros(size, np.float32))
-
     def _take(self, norm: str, factor: float = 1.0) -> None:
         """activation = x through a norm, times a factor."""
         centred = int(self._config.arch.norm == "centred")
-        self._add(Op.NORM, activation=self._hidden, weight=self._norm(norm, factor), centred=centred)
+        self._add(Op.NORM, activation=self._hidden, weight=self._at.norm(norm, factor), centred=centred)
 
     def _take_for(self, norm: str) -> None:
         """activation = x as a branch takes it: through a norm where the architecture has one there."""
@@ -453,7 +361,7 @@ class Program:
             out=qkv.ctypes.data + 4 * first,
             out_bytes=qkv.strides[0],
             count=count,
-            weight=self._vector(name, count),
+            weight=self._at.vector(name, count),
         )
 
     def _multiply(self, activation: int, matrices: tuple[Matrix, ...], out: NDArray[np.float32], add: int = 0) -> None:
@@ -485,7 +393,7 @@ class Program:
             Op.ADD_NORM,
             out=out.ctypes.data,
             out_bytes=out.strides[0],
-            weight=self._vector(norm, self._config.hidden_size),
+            weight=self._at.vector(norm, self._config.hidden_size),
             into=into.ctypes.data,
             into_bytes=into.strides[0],
             factor=scale,
@@ -497,7 +405,7 @@ class Program:
             return
         bias = np.zeros(out.shape[1], np.float32)
         bias[:size] = load_vector(self._gguf, f"{name}.bias", size)
-        address = self._keep(bias)
+        address = self._at.keep(bias)
         self._add(Op.ADD_BIAS, out=out.ctypes.data, out_bytes=out.strides[0], count=len(bias), bias=address)
 
 
