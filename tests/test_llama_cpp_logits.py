@@ -50,6 +50,7 @@ def with_keys(architecture: str, keys: dict[str, Any], **settings: Any) -> dict[
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"architecture": name} for name in ARCHITECTURES},
     "gemma3": {"architecture": "gemma3", "num_layers": 7, "rope_base": 1e6},
+    "gemma3-local-base": with_keys("gemma3", {"rope.freq_base_swa": 500.0}, num_layers=7, rope_base=1e6),
     # By the number of layers llama.cpp tells the models that scale scores by another size than the head's.
     "gemma3-wide": {"architecture": "gemma3", **DEEP, "num_layers": 62},
     "gemma2-wide": {"architecture": "gemma2", **DEEP, "num_layers": 46},
