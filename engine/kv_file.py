@@ -153,7 +153,7 @@ class KVFile:
         table.truncate(good)
         table.adopted = table.adopted or (self._numerics != self.identity.numerics_version and good > first)
         if good < length:
-            log.drop(good)
+            log.drop(pieces[num_good].start)  # all of it, though the table may have its start from elsewhere
             self._damaged()
         with contextlib.suppress(OSError):
             os.utime(log.descriptor)  # used now

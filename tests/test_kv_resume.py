@@ -617,6 +617,33 @@ def test_what_a_turn_will_cost_is_known_before_it_whatever_became_of_the_file(
         chat.ask(engine, "from memory")
 
 
+@pytest.mark.parametrize("shared", [0, 20, 100])
+def test_a_damaged_first_record_is_told_alike_before_the_turn_and_in_it_whoever_holds_its_start(
+    folder: Path, shared: int
+) -> None:
+    chat, _ = started(folder)
+    path = path_of(folder, "work")
+    with KVFile.open(path, identity()) as file:
+        assert file._log is not None
+        offset = file._log.pieces[0].offset
+    flip(path, offset)
+    chat.foresees = True
+    said = "damaged from position 0 on; nothing of it is used"
+    with make(folder) as engine:
+        Chat("other").ask(engine, "x" * shared + "y" * 30)
+        request = Request(messages=(*chat.messages, Message(role="user", content="go on")), conversation="work")
+        foreseen = engine.foresee(request)
+        assert foreseen.reused_tokens >= shared
+        reply = chat.ask(engine, "go on")
+        assert reply.ids == cold_ids(chat, 4)
+        if shared > 64:  # the record is not needed, and nobody has looked at it
+            assert foreseen.problem is None
+        else:
+            assert (foreseen.problem, chat.said) == (said, [f"not resumed: {said}"])
+    with make(folder) as engine:  # the file is right again
+        assert prefilled(chat.ask(engine, "once more")) == added_by("once more")
+
+
 def test_what_a_turn_will_cost_is_known_before_it_of_other_models_and_files_in_use(folder: Path) -> None:
     chat, kept = started(folder)
     chat.foresees = True
