@@ -196,13 +196,38 @@ def test_the_line_of_figures_says_how_many_guesses_were_right() -> None:
         (96, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | 14 of 20 guesses right"),
         (88, "prompt 3,020 (3,000 reused, 20 prefilled) | TTFT 45 ms | 38.2 tok/s | guesses 70% right"),
         (79, "prompt 3,020 (3,000 reused) | TTFT 45 ms | 38.2 tok/s | guesses 70% right"),
-        (40, "prompt 3,020 | TTFT 45 ms | 38.2 tok/s"),
+        (60, "prompt 3,020 (3,000 reused) | TTFT 45 ms | 38.2 tok/s"),
+        (40, "prompt 3,020 (3,000 reused) | 38.2 tok/s"),
+        (30, "prompt 3,020 (3,000 reused)"),
+        (20, "prompt 3,020"),
     ],
 )
 def test_the_line_of_figures_is_one_row(columns: int, shown: str) -> None:
     guessed = replace(STATS, draft_tokens=20, draft_accepted=14)
     assert stats_line(reply(stats=guessed), columns) == shown
     assert len(shown) <= columns
+
+
+def test_where_reuse_is_not_known_it_takes_no_room_from_the_other_figures() -> None:
+    unknown = replace(STATS, prefill_reused_tokens=None, prefill_tokens=None)
+    assert stats_line(reply(stats=unknown), 50) == "prompt 3,020 | TTFT 45 ms | 38.2 tok/s"
+
+
+def test_a_notice_amid_a_reply_waits_for_its_end_on_a_terminal_that_both_share() -> None:
+    shared = FakeTerminal()
+    view = TextView(Stream(shared, {}), Stream(shared, {}))
+    for event in (TextDelta("Hel"), Notice("a fallback"), TextDelta("lo"), Finished(reply())):
+        view.event(event)
+    view.close()
+    assert shared.getvalue().splitlines() == ["Hello", "a fallback", stats_line(reply(), 80)]
+
+
+def test_a_notice_amid_a_reply_that_goes_to_a_file_is_told_at_once() -> None:
+    out, err = io.StringIO(), FakeTerminal()
+    view = TextView(Stream(out, {}), Stream(err, {}))
+    view.event(TextDelta("Hel"))
+    view.event(Notice("a fallback"))
+    assert (out.getvalue(), err.getvalue()) == ("Hel", "a fallback\n")
 
 
 def test_replies_and_everything_else_go_to_two_streams() -> None:

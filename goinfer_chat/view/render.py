@@ -71,6 +71,7 @@ class TextView:
         self._started = clock()
         self._prefill: PrefillProgress | None = None
         self._replying = False
+        self._held: list[str] = []
 
     def event(self, event: TurnEvent) -> None:
         match event:
@@ -85,7 +86,7 @@ class TextView:
                 # What a model thinks is no answer: here only that it does is shown.
                 self._side.status("thinking")
             case Notice() if not self._quiet:
-                self._side.line(event.text, dim=True)
+                self._notice(event.text)
             case Finished():
                 self._finish(event.reply)
             case ToolStarted() | ToolEnded() | StepEnded() | TurnEnded() if not self._quiet:
@@ -104,6 +105,15 @@ class TextView:
     def close(self) -> None:
         self._side.clear_status()
         self._replies.end_line()
+        while self._held:
+            self._side.line(self._held.pop(0), dim=True)
+
+    def _notice(self, text: str) -> None:
+        """At once, but not amid a reply where both may be on one terminal."""
+        if self._replying and self._replies.terminal and self._side.terminal:
+            self._held.append(text)
+        else:
+            self._side.line(text, dim=True)
 
     def _tool(self, event: ToolStarted | ToolEnded | StepEnded | TurnEnded) -> None:
         self.close()
@@ -225,7 +235,10 @@ def prefill_line(progress: PrefillProgress) -> str:
 
 
 def stats_line(reply: Reply, columns: int = 1000) -> str:
-    """The figures of a turn on one line, as many as fit; what is not known is left out."""
+    """The figures of a turn on one line, as many as fit; what is not known is left out.
+
+    What was reused goes last of all: it says whether the turn cost only what was added to it.
+    """
     stats = reply.stats
     guesses = shorter = ""
     if stats.draft_tokens:
@@ -235,15 +248,20 @@ def stats_line(reply: Reply, columns: int = 1000) -> str:
     prompt = prompt_figures(stats) if stats.prompt_tokens is not None else ""
     ttft = f"TTFT {stats.ttft_ms:,.0f} ms" if stats.ttft_ms is not None else ""
     rate = f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s is not None else ""
+    bare = prompt.partition(" (")[0]
+    knows = bare and stats.prefill_reused_tokens is not None
+    reused = f"{bare} ({stats.prefill_reused_tokens:,} reused)" if knows else bare
     end = _why_it_is_not_complete(reply)
     lines = [
         " | ".join(filter(None, parts))
         for parts in (
             (prompt, ttft, rate, guesses, end),
             (prompt, ttft, rate, shorter, end),
-            (f"{prompt.rpartition(', ')[0]})" if ", " in prompt else prompt, ttft, rate, shorter, end),
-            (prompt, ttft, rate, end),
-            (prompt.partition(" (")[0], ttft, rate, end),
+            (reused, ttft, rate, shorter, end),
+            (reused, ttft, rate, end),
+            (reused, rate, end),
+            (reused, end),
+            (bare, end),
         )
     ]
     return next((line for line in lines if len(line) <= columns), lines[-1])
