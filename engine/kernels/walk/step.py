@@ -57,6 +57,7 @@ from engine.kernels.walk.layers import (
     gate_given,
     gated_cuts,
     gated_piece,
+    gated_row,
     give,
     lone,
     matmul,
@@ -127,9 +128,11 @@ def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
     if op.code == Op.ATTEND or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
         return units
-    if op.code == Op.GATED:
+    if op.code == Op.GATED and rows > 1:
         left = units % c.num_threads
         return units - left + left * gated_cuts(c, rows)
+    if op.code == Op.GATED:
+        return min(units, 2 * c.num_threads)
     if op.code == Op.MATMUL or op.code == Op.EXPERTS_DOWN:
         # At most 256 groups each, so that the output head, which is long, ends evenly too.
         return min(units, max(2 * c.num_threads, (units + 255) // 256))
@@ -155,6 +158,8 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         attend(c, op, tid, rows, piece, pieces)
     elif code == Op.MERGE:
         merge(c, op, rows, start, end)
+    elif code == Op.GATED and rows == 1:
+        gated_row(c, op, tid, start, end)
     elif code == Op.GATED:
         gated_piece(c, op, tid, rows, units, piece)
     elif code == Op.LONE:
