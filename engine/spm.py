@@ -1,4 +1,5 @@
-"""SentencePiece BPE: text to ids and ids to bytes with the tables of a GGUF whose `tokenizer.ggml.model` is "llama".
+"""SentencePiece BPE: text to ids and ids to bytes with the tables of a GGUF whose `tokenizer.ggml.model` is "llama", or
+"gemma4", whose file has ranks of merges in place of scores.
 
 A space is the character U+2581, and of all neighbours that together are a piece of the vocabulary the pair with the
 best score is joined, the leftmost of equals, until none is left (Kudo and Richardson 2018; the order of equals as in
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.errors import ModelFileError
 
@@ -61,23 +62,30 @@ class SentencePieceBPE:
         if self.space_prefix and not continues:
             text = _SPACE + text
         ids: list[int] = []
-        for word in self._word_starts.split(text):
+        for word in self._words(text):
             ids += self._merge_cached(word) if len(word) <= _LONGEST_CACHED_WORD else self._merge(word)
         return ids
 
+    def _words(self, text: str) -> Iterable[str]:
+        """The text cut where no piece reaches across."""
+        return self._word_starts.split(text)
+
+    def _rank(self, left: str, right: str) -> float | None:
+        """The pair with the lowest one is joined first; None: these two are no piece together."""
+        id = self._ids.get(left + right)
+        return None if id is None else -self._scores[id]
+
     def _merge(self, word: str) -> list[int]:
         """Ids of a word, in O(n log n) for n characters."""
-        known, scores = self._ids, self._scores
         parts = list(word)
         before = list(range(-1, len(parts) - 1))
         after = [*range(1, len(parts)), -1]
         queue: list[tuple[float, int, int, int]] = []
 
         def offer(left: int, right: int) -> None:
-            joined = parts[left] + parts[right]
-            id = known.get(joined)
-            if id is not None:
-                heapq.heappush(queue, (-scores[id], left, right, len(joined)))
+            rank = self._rank(parts[left], parts[right])
+            if rank is not None:
+                heapq.heappush(queue, (rank, left, right, len(parts[left]) + len(parts[right])))
 
         for left in range(len(parts) - 1):
             offer(left, left + 1)
@@ -109,3 +117,32 @@ class SentencePieceBPE:
     @staticmethod
     def piece(token: str) -> bytes:
         return token.replace(_SPACE, " ").encode()
+
+
+class RankedPieceBPE(SentencePieceBPE):
+    """The same pieces, joined in the order of a list of merges (Gemma 4).
+
+    A run of line ends that is a piece is that piece; llama.cpp's src/llama-vocab.cpp does so too.
+    """
+
+    def __init__(
+        self, vocab: dict[str, int], merges: Sequence[str], bytes_of: dict[int, int], *, unknown_id: int | None
+    ) -> None:
+        """`merges`: "left right", the first to be joined first; one that makes no token of `vocab` joins nothing.
+
+        Raises ModelFileError for one that is no pair.
+        """
+        if single := next((merge for merge in merges if " " not in merge[1:-1]), None):
+            raise ModelFileError(f"tokenizer.ggml.merges: {single!r} does not join two tokens into a third")
+        super().__init__(vocab, (), bytes_of, space_prefix=False, unknown_id=unknown_id)
+        self._ranks = {merge: rank for rank, merge in enumerate(merges)}
+
+    def _words(self, text: str) -> Iterator[str]:
+        for run in re.findall(r"\n+|[^\n]+", text):
+            yield from (run,) if run[0] == "\n" else super()._words(run)
+
+    def _rank(self, left: str, right: str) -> float | None:
+        return self._ranks.get(f"{left} {right}") if left + right in self._ids else None
+
+    def _merge(self, word: str) -> list[int]:
+        return [self._ids[word]] if word[0] == "\n" and word in self._ids else super()._merge(word)

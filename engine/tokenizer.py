@@ -18,7 +18,7 @@ import numpy as np
 from engine.bpe import ByteLevelBPE, pre_tokenizer
 from engine.errors import ModelFileError, UnsupportedModelError, UsageError
 from engine.memo import Memo
-from engine.spm import SentencePieceBPE
+from engine.spm import RankedPieceBPE, SentencePieceBPE
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
@@ -30,6 +30,8 @@ _END_MARKERS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
     "<|end|>",
     "<|eom_id|>",
     "<end_of_utterance>",
@@ -74,10 +76,10 @@ class Tokenizer:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         table = _Metadata(metadata)
         model = table.text("model")
-        if model not in ("gpt2", "llama"):
+        if model not in ("gpt2", "llama", "gemma4"):
             raise UnsupportedModelError(
                 f"tokenizer {model!r} (tokenizer.ggml.model) is not supported; supported: gpt2 (byte-level BPE), "
-                "llama (SentencePiece)"
+                "llama (SentencePiece), gemma4 (SentencePiece with merges)"
             )
         tokens = table.strings("tokens")
         types = table.numbers("token_type", len(tokens), "iu")
@@ -118,6 +120,10 @@ class Tokenizer:
             pre = pre_tokenizer(table.text("pre", default="default"))
             self._coder = ByteLevelBPE(vocab, table.strings("merges"), pre)
             add_bos_default = pre.add_bos
+        elif model == "gemma4":
+            bytes_of = _byte_tokens(tokens, self._types if types is not None else None)
+            self._coder = RankedPieceBPE(vocab, table.strings("merges"), bytes_of, unknown_id=unknown_id)
+            add_bos_default = True
         else:
             scores = table.numbers("scores", len(tokens), "iuf")
             if scores is None:
@@ -135,6 +141,8 @@ class Tokenizer:
             if self.bos_id is None:
                 self.bos_id = next((ids[text] for text in _BOS_MARKERS if ids.get(text) in self.control_ids), None)
         self.add_bos = table.flag("add_bos_token", add_bos_default and self.bos_id is not None)
+        if model == "gemma4":  # some of its files say that it wants none, and it talks nonsense without one
+            self.add_bos = self.bos_id is not None
         if self.add_bos and self.bos_id is None:
             raise ModelFileError("tokenizer.ggml.add_bos_token is true, but the file names no BOS token")
 

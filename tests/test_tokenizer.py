@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_vocab import CONTROL, NORMAL, USER_DEFINED, bpe_metadata, spm_metadata
+from tiny_vocab import CONTROL, NORMAL, USER_DEFINED, bpe_metadata, gemma4_metadata, spm_metadata
 from tokenizers import normalizers, pre_tokenizers
 
 from engine.bpe import PRE_TOKENIZERS
@@ -302,6 +303,39 @@ def test_without_byte_tokens_a_character_that_is_no_piece_is_the_unknown_token()
         Tokenizer.from_gguf(metadata)
 
 
+# -- Gemma 4: pieces and ranked merges -----------------------------------------------------------------------------
+
+
+def test_gemma4_ids_and_text_equal_those_of_llama_cpp() -> None:
+    """Of llama-cpp-python 0.3.36 with this vocabulary; `control_ids` with control tokens parsed."""
+    tokenizer = Tokenizer.from_gguf(gemma4_metadata())
+    cases = json.loads((Path(__file__).parent / "data" / "gemma4-ids.json").read_text())
+    assert len(cases) > 15
+    for case in cases:
+        assert tokenizer.encode(case["text"]) == case["text_ids"], case["text"]
+        assert tokenizer.encode(case["text"], control=True) == case["control_ids"], case["text"]
+        assert tokenizer.decode(case["text_ids"]) == case["decoded"]
+
+
+def test_gemma4_joins_in_the_order_of_the_merges_and_no_score_counts() -> None:
+    metadata = gemma4_metadata()
+    others = [merge for merge in metadata["tokenizer.ggml.merges"] if merge != "h e"]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    late = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.merges": [*others, "h e"]})
+    assert tokenizer.encode("her") == ids_of(metadata, "he", "r")
+    assert late.encode("her") == ids_of(metadata, "h", "er")
+    del metadata["tokenizer.ggml.scores"]
+    assert Tokenizer.from_gguf(metadata).encode("hello world") == tokenizer.encode("hello world")
+
+
+def test_gemma4_ends_its_turns_and_its_calls_and_always_wants_bos() -> None:
+    metadata = gemma4_metadata()
+    for stated in (True, False):
+        tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.add_bos_token": stated})
+        assert tokenizer.add_bos
+        assert set(ids_of(metadata, "<eos>", "<turn|>", "<|tool_response>")) == tokenizer.end_ids
+
+
 # -- control tokens and user-defined tokens ------------------------------------------------------------------------
 
 
@@ -310,7 +344,8 @@ def tool_vocabulary() -> dict[str, Any]:
 
 
 def all_vocabularies() -> list[dict[str, Any]]:
-    return [tool_vocabulary(), bpe_metadata("llama-bpe"), spm_metadata(gemma=True), spm_metadata(gemma=False)]
+    spm = [spm_metadata(gemma=True), spm_metadata(gemma=False), gemma4_metadata()]
+    return [tool_vocabulary(), bpe_metadata("llama-bpe"), *spm]
 
 
 SPELLINGS = [
@@ -329,7 +364,7 @@ SPELLINGS = [
 ]
 
 
-@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2"])
+@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2", "gemma4"])
 def test_text_never_becomes_a_control_token(metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.control_ids
@@ -410,9 +445,9 @@ def test_text_comes_back_from_its_ids_with_every_pre_tokenizer(pre: str) -> None
     check()
 
 
-@pytest.mark.parametrize("gemma", [True, False])
-def test_text_comes_back_from_its_ids_with_sentencepiece(gemma: bool) -> None:
-    tokenizer = Tokenizer.from_gguf(spm_metadata(gemma=gemma))
+@pytest.mark.parametrize("metadata", all_vocabularies()[2:], ids=["gemma", "llama2", "gemma4"])
+def test_text_comes_back_from_its_ids_with_sentencepiece(metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata)
 
     # U+2581 stands for the space itself, so it comes back as one.
     @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁") | st.just("\n"), max_size=40))
@@ -434,7 +469,7 @@ def test_text_comes_back_from_the_ids_of_the_default_model(metadata_of: Callable
     assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab"
 
 
-@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2"])
+@pytest.mark.parametrize("metadata", all_vocabularies(), ids=["qwen2", "llama3", "gemma", "llama2", "gemma4"])
 def test_each_of_the_256_bytes_is_the_piece_of_a_token(metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata)
     pieces = {tokenizer.piece(id) for id in range(tokenizer.vocab_size)}
@@ -612,6 +647,8 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "eos is true": (lambda: bpe_metadata("qwen2"), {"eos_token_id": True}),
     "BOS wanted but not named": (lambda: bpe_metadata("qwen2"), {"bos_token_id": None, "add_bos_token": True}),
     "add_bos is a number": (lambda: bpe_metadata("qwen2"), {"add_bos_token": 1}),
+    "no merges of pieces": (gemma4_metadata, {"merges": None}),
+    "a merge of one piece": (gemma4_metadata, {"merges": ["he"]}),
     "no scores": (lambda: spm_metadata(gemma=True), {"scores": None}),
     "scores too long": (lambda: spm_metadata(gemma=True), {"scores": [0.0] * 1000}),
     "a score that is no number": (lambda: spm_metadata(gemma=True), {"scores": [float("nan")] * 380}),

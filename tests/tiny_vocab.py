@@ -95,3 +95,30 @@ def spm_metadata(*, gemma: bool) -> dict[str, Any]:
         "tokenizer.ggml.add_space_prefix": not gemma,
         "tokenizer.chat_template": GEMMA_TEMPLATE if gemma else LLAMA2_TEMPLATE,
     }
+
+
+def gemma4_metadata() -> dict[str, Any]:
+    """SentencePiece's pieces with ranked merges and byte fallback, and the tokens that Gemma 4 marks turns and calls
+    with; the converter makes those that a reader wants to see user-defined."""
+    special = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL), ("<unk>", UNKNOWN)]
+    special += [("<|turn>", CONTROL), ("<turn|>", CONTROL), ("<|think|>", CONTROL), ("<|tool>", CONTROL)]
+    special += [("<tool|>", CONTROL)]
+    visible = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>")
+    special += [(text, USER_DEFINED) for text in (*visible, '<|"|>')]
+    pieces = [*dict.fromkeys(["▁", *map(chr, range(0x21, 0x7F)), "\n", "é", "日", *_WORDS.split(), "\n\n", "\n\n\n"])]
+    known = set(pieces)
+    splits = ((piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece)))
+    tokens = [*(text for text, _ in special), *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [kind for _, kind in special] + [BYTE] * 256 + [NORMAL] * len(pieces),
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in splits if {left, right} <= known],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
