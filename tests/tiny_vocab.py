@@ -107,7 +107,8 @@ def gemma4_metadata() -> dict[str, Any]:
     special += [(text, USER_DEFINED) for text in (*visible, '<|"|>')]
     pieces = [*dict.fromkeys(["▁", *map(chr, range(0x21, 0x7F)), "\n", "é", "日", *_WORDS.split(), "\n\n", "\n\n\n"])]
     known = set(pieces)
-    splits = ((piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece)))
+    merged = [piece for piece in pieces if piece != "\n\n\n"]  # a piece that no merges make, only a run of line ends
+    splits = ((piece[:cut], piece[cut:]) for piece in merged for cut in range(1, len(piece)))
     tokens = [*(text for text, _ in special), *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     return {
         "tokenizer.ggml.model": "gemma4",
