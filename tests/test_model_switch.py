@@ -30,8 +30,9 @@ from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.terminal import Stream
 
 ROOT = Path(__file__).parent.parent
-SQUARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-ROUND = "{% for m in messages %}({{ m.role }}: {{ m.content }}){% endfor %}(assistant: "
+OPENS = "{% endfor %}{% if add_generation_prompt %}"
+SQUARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n" + OPENS + "[assistant]{% endif %}"
+ROUND = "{% for m in messages %}({{ m.role }}: {{ m.content }})" + OPENS + "(assistant: {% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_what_a_switch_back_costs_is_known_of_a_reply_that_was_cut_by_a_crash(
         foreseen = before(agent, f"model {first}")
         run(agent, f"model {first}")
         again, _ = ask(agent, "")
-        question = len(agent.engine.tokenizer.encode("[user]"))  # type: ignore[attr-defined]
+        question = len(agent.engine.tokenizer.encode("[user]\n[assistant]"))  # type: ignore[attr-defined]
         assert again.stats.prefill_tokens == foreseen + question
 
 
