@@ -294,16 +294,20 @@ def _found(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm | None:
     if name < 0 or cut is None or cut[0] < name:
         return None
     start, end = cut
-    text = one[start:end]
-    between = one[name + len(_NAMES[0]) : start]
-    opener = _opener(one[:name], tokenizer)
-    form = CallForm(head=one[:name], between=between, tail=one[end:].rstrip(), opener=opener, style=_style(text))
-    two = _written(template, tokenizer, _NAMES)
-    second = two.find(_NAMES[1], end)
-    if second > 0 and two.startswith(one[:end]) and two.endswith(one[end:]):
-        form = replace(form, middle=two[end:second])
+    head, arguments, tail = one[:name].lstrip("\n"), one[start:end], one[end:].rstrip()
+    between, opener = one[name + len(_NAMES[0]) : start], _opener(head, tokenizer)
+    form = CallForm(head=head, between=between, tail=tail, opener=opener, style=_style(arguments))
+    names = (*_NAMES, _NAMES[0])
+    several = _written(template, tokenizer, names)
+    second = several.find(_NAMES[1], end)
+    if second > 0:
+        form = replace(form, middle=several[end:second])
+        calls = several[end:second].join(f"{each}{between}{arguments}" for each in names)
+        # Calls that have numbers differ: no fixed text is their form.
+        if several.lstrip("\n").rstrip() != f"{head}{calls}{tail}":
+            return None
     pieces = (form.head, form.between, form.tail, form.middle or "")
-    return None if any(_ID in piece for piece in pieces) else form
+    return None if any(word in piece for piece in pieces for word in (_ID, _RESULT, *_NAMES)) else form
 
 
 def _written(template: ChatTemplate, tokenizer: Tokenizer, names: Sequence[str]) -> str:

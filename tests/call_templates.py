@@ -175,6 +175,47 @@ GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: medium\n\n# Valid channel
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+_TURNS = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}{{ '<|assistant|>' + message.content }}CALLS
+{%- elif message.role == 'tool' %}RESULT
+{%- else %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def _turns(calls: str, result: str = "{{ '<|tool|>' + message.content + '<|end|>' }}") -> str:
+    return _TURNS.replace("CALLS", calls).replace("RESULT", result)
+
+
+APRIEL = _turns("""{{ '\n\n<tool_calls>[' }}
+{%- for call in message.tool_calls %}{% set call = call.function %}
+{{- '{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}' + (', ' if not loop.last else '') }}
+{%- endfor %}{{ ']</tool_calls>\n<|end|>' }}""")
+"""Line breaks in front of calls, after a prompt that ends without one."""
+
+COMMAND_R7B = _turns("""{{ '<|start_action|>[' }}
+{%- for call in message.tool_calls %}{% set number, call = loop.index0 | string, call.function %}
+{{- '\n    {"tool_call_id": "' + number + '", "tool_name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson + '}' + (',' if not loop.last else '') }}
+{%- endfor %}{{ '\n]<|end_action|><|end|>' }}""")
+"""Numbers its calls, in front of the name."""
+
+KIMI_K2 = _turns("""{{ '<|calls_begin|>' }}
+{%- for call in message.tool_calls %}{% set number, call = loop.index0 | string, call.function %}
+{{- '<|call_begin|>functions.' + call.name + ':' + number + '<|argument_begin|>' }}
+{{- call.arguments | tojson + '<|call_end|>' }}
+{%- endfor %}{{ '<|calls_end|><|end|>' }}""")
+"""Numbers its calls, behind the name."""
+
+COMMAND_R_PLUS = _turns(
+    """{% if message.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- 'Action:\n[{"tool_name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}]\n' }}""",
+    "{{ '<|system|><results>\n' + message.content + '</results><|end|>' }}",
+)
+"""Does not end the turn of a call, so that the result stands in front of the next end of a turn."""
+
 NO_CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML_TEMPLATE
 """Tells of tools, and writes no call."""
 
@@ -235,6 +276,11 @@ _DEEPSEEK = vocabulary(
 _GPT_OSS = vocabulary(
     *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"), eos="<|return|>"
 )
+_TURN_TOKENS = vocabulary(
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|start_action|>", "<|end_action|>", "<|calls_begin|>"),
+    *("<|call_begin|>", "<|argument_begin|>", "<|call_end|>", "<|calls_end|>", "<|end|>"),
+    eos="<|end|>",
+)
 _GEMMA = vocabulary("<start_of_turn>", "<end_of_turn>", eos="<end_of_turn>", bos=True)
 
 FAMILIES: Mapping[str, Family] = {
@@ -246,6 +292,10 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek-r1": family(DEEPSEEK, _DEEPSEEK),
     "gemma3": family(GEMMA3, _GEMMA),
     "gpt-oss": family(GPT_OSS, _GPT_OSS),
+    "apriel": family(APRIEL, _TURN_TOKENS),
+    "command-r7b": family(COMMAND_R7B, _TURN_TOKENS),
+    "command-r+": family(COMMAND_R_PLUS, _TURN_TOKENS),
+    "kimi-k2": family(KIMI_K2, _TURN_TOKENS),
     "chatml": family(CHATML_TEMPLATE, bpe_metadata("qwen2")),
     "no calls": family(NO_CALLS, _QWEN),
     "python calls": family(PYTHON_CALLS, _QWEN),

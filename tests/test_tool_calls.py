@@ -35,7 +35,15 @@ TOOLS = tuple(
 )
 ARGUMENTS = '{"path": "a.py", "line": 3}'
 ALL = list(FAMILIES)
-STATED_ONES = {"gemma3": STATED_AS_CODE, "chatml": STATED, "no calls": STATED, "python calls": STATED}
+STATED_ONES = {
+    "gemma3": STATED_AS_CODE,
+    "chatml": STATED,
+    "no calls": STATED,
+    "python calls": STATED,
+    "command-r7b": STATED,
+    "command-r+": STATED,
+    "kimi-k2": STATED,
+}
 
 
 def user(text: str) -> Message:
@@ -84,12 +92,19 @@ def test_each_family_has_its_own_form_found_from_its_template() -> None:
             middle="\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>",
             opener="<|tool_calls_begin|>",
         ),
+        "apriel": CallForm(
+            head='<tool_calls>[{"name": "',
+            between='", "arguments": ',
+            tail="}]</tool_calls>",
+            middle='}, {"name": "',
+            opener="<tool_calls>",
+        ),
     }
     assert {name: FAMILIES[name].template.call_form for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", sorted(STATED_ONES))
-def test_a_template_that_writes_no_calls_has_the_stated_form(name: str) -> None:
+def test_a_template_that_writes_no_calls_of_one_fixed_text_has_the_stated_form(name: str) -> None:
     assert FAMILIES[name].template.call_form is STATED_ONES[name]
 
 
