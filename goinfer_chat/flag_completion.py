@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Final
 
 from engine.errors import GoinferError
 from goinfer_chat.settings import Setting
+
+_PLAIN: Final = re.compile(r"\w[\w./+@-]*")
+"""Other words are not offered: bash puts them unquoted on the line, where blanks part them and `$(...)` would run, and
+Typer has zsh evaluate what is offered. A name may come with an imported file."""
 
 
 def completions(setting: Setting) -> Callable[[str], list[str]] | None:
@@ -18,7 +23,7 @@ def completions(setting: Setting) -> Callable[[str], list[str]] | None:
 
     def offer(incomplete: str) -> list[str]:
         try:
-            return [choice for choice in choices() if choice.startswith(incomplete)]
+            return [choice for choice in choices() if choice.startswith(incomplete) and _PLAIN.fullmatch(choice)]
         except (GoinferError, OSError):  # a shell that completes shows no errors
             return []
 

@@ -45,10 +45,11 @@ def test_a_shell_is_offered_words_of_the_table(typed: str, expected: list[str]) 
 def test_conversations_and_profiles_are_offered_by_name(tmp_path: Path) -> None:
     folder, file = tmp_path / "sessions", tmp_path / "config.toml"
     with Store(folder) as store:
-        kept(store, ("hi", "hello"), name="my work")
+        kept(store, ("hi", "hello"), name="my-work")
+        kept(store, ("hi", "hello"), name="my other work")
     file.write_text("[profile.fast]\n[profile.exact]\n")
     env = {"GOINFER_CHAT_SESSION_DIR": str(folder), "GOINFER_CHAT_CONFIG": str(file)}
-    assert offered("goinfer-chat --resume my", **env) == ["my work"]
+    assert offered("goinfer-chat --resume my", **env) == ["my-work"]  # a shell would part the other one at its blanks
     assert offered("goinfer-chat --profile ", **env) == ["fast", "exact"]
 
 

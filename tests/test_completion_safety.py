@@ -1,0 +1,59 @@
+"""Names of conversations that a shell would run or part: real shells are offered none of them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from pty_terminal import Terminal
+from store_helpers import kept
+
+from goinfer_chat.store import Store
+
+START = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config", "--private"],
+}
+READ = {
+    "bash": "source <(goinfer-chat --show-completion); bind 'set bell-style none'\n",
+    "zsh": "bindkey -e; autoload -U compinit; compinit -u -D; source <(goinfer-chat --show-completion)\n",
+    "fish": "goinfer-chat --show-completion | source\n",
+}
+ASK = {
+    "bash": "goinfer-chat --resume x\t",
+    "zsh": "goinfer-chat --resume x\t",
+    "fish": "complete -C 'goinfer-chat --resume x'\n",
+}
+
+
+@pytest.mark.parametrize("shell", START)
+def test_no_name_of_a_conversation_runs_a_command_at_a_tab(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    ran = tmp_path / "ran"
+    with Store(tmp_path / "sessions") as store:
+        for name in ("x $(touch ran)", "x$(touch ran)", "x`touch ran`", 'x";touch ran;"', "x';touch ran;'", "x:touch"):
+            kept(store, ("hi", "hello"), name=name)
+        kept(store, ("hi", "hello"), name="xsafe-1.2")
+    program = tmp_path / "bin" / "goinfer-chat"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m goinfer_chat "$@"\n')
+    program.chmod(0o755)
+    env = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "PS1": "READY ",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "GOINFER_CHAT_SESSION_DIR": str(tmp_path / "sessions"),
+    }
+    with Terminal(START[shell], env=env, columns=200) as terminal:
+        terminal.send(f"cd '{tmp_path}'\n" + READ[shell] + "echo COMPLETION''READ\n")
+        terminal.wait("COMPLETIONREAD")
+        terminal.settle(0.2)
+        terminal.send(ASK[shell])
+        terminal.wait("xsafe-1.2")
+        assert not ran.exists()
+        assert "touch" not in terminal.text
