@@ -172,6 +172,8 @@ def test_the_responses_of_openai_whole_streamed_and_going_on(server: Running, cl
     assert further.usage.input_tokens_details.cached_tokens > 16
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         client.responses.create(model="tiny", input="x", previous_response_id="resp_unknown")
+    with pytest.raises(openai.NotFoundError, match="not kept for reading"):
+        client.responses.retrieve(whole.id)
 
 
 def test_a_prompt_counts_once_however_many_texts_go_on_with_it(client: openai.OpenAI) -> None:

@@ -93,6 +93,10 @@ def _add_generation(app: FastAPI, models: Models, context: Context) -> None:
     route("/v1/responses", lambda body: read_response(body, models, stored))
     route("/v1/messages", lambda body: read_anthropic(body, models))
 
+    @app.get("/v1/responses/{id}", response_model=None)
+    async def show_response(id: str) -> Response:
+        raise ApiError(404, "responses are not kept for reading; go on with one by previous_response_id")
+
 
 def _add_tokens(app: FastAPI, models: Models) -> None:
     @app.post("/v1/messages/count_tokens", response_model=None)
