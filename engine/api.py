@@ -374,6 +374,8 @@ class ModelInfo:
     """So many of them have room: those of conversations, and of their pasts."""
     identity: str = ""
     """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
+    thinks: bool = True
+    """Whether it may reason before it answers; True if not known."""
     session_reuse: str = ""
     """One line about how many conversations stay in memory."""
     fewer_sessions: bool = False

@@ -50,6 +50,7 @@ def describe(
         threads=model.threads,
         kv_type=model.kv_type,
         identity=gguf.content_hash(),
+        thinks=template.thinks,
         session_reuse=_session_reuse(kv_sessions, plan),
         fewer_sessions=_num_fitting(kv_sessions, plan) < kv_sessions,
         notices=(*tokenizer.notices, *template.notices, *backend.notices, *plan.notices),

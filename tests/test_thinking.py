@@ -17,6 +17,11 @@ from http_server import running_server
 from pty_terminal import Terminal
 from tiny_models import write_tiny_model
 
+from engine import load
+from goinfer_chat.agent import Agent
+from goinfer_chat.script import CommandLine
+from goinfer_chat.settings import Settings
+from goinfer_chat.slash.commands import COMMANDS
 from goinfer_chat.terminal import sanitize
 
 ENTER = "\r"
@@ -126,3 +131,16 @@ def test_a_server_tells_reasoning_from_content(model: Path) -> None:
         thought, said = server.ask("/v1/messages", {**body, "thinking": budget}).json["content"]
         assert (thought["type"], said["type"]) == ("thinking", "text")
         assert "think>" not in thought["thinking"] + said["text"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [(TEMPLATE, "think on"), ("{{ messages }}", "think on; this model is not known to think")]
+)
+def test_thinking_turned_on_tells_of_a_model_that_is_not_known_to(tmp_path: Path, template: str, said: str) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", "qwen3", metadata={"tokenizer.chat_template": template})
+    with load(path) as engine:
+        agent = Agent(engine, Settings())
+        with agent.conversations:
+            assert COMMANDS.run(agent, CommandLine("think", "on")).shown(100) == said
+            assert COMMANDS.run(agent, CommandLine("set", "think on")).shown(100) == said
+            assert COMMANDS.run(agent, CommandLine("think", "off")).shown(100) == "think off"

@@ -27,6 +27,13 @@ def _value(agent: Agent, setting: Setting) -> str:
     return shown(agent.settings.value(setting.name))
 
 
+def _standing(agent: Agent, setting: Setting) -> str:
+    text = f"{setting.flag} {_value(agent, setting)}"
+    if setting.flag == "think" and agent.settings.think == "on" and not agent.engine.info.thinks:
+        return f"{text}; this model is not known to think"
+    return text
+
+
 def _change(agent: Agent, setting: Setting, text: str) -> None:
     agent.settings = agent.settings.changed({setting.name: setting.parse(text)})
 
@@ -43,7 +50,7 @@ def _set(agent: Agent, argument: str) -> Outcome:
         return _system(agent, text.strip())
     if text.strip():
         _change(agent, setting, text.strip())
-    return Outcome(f"{setting.flag} {_value(agent, setting)}")
+    return Outcome(_standing(agent, setting))
 
 
 def _settable(name: str) -> Setting:
@@ -63,7 +70,7 @@ def _setting(setting: Setting) -> Command:
             _change(agent, setting, argument)
         elif setting.toggles:
             _change(agent, setting, "off" if agent.settings.value(setting.name) else "on")
-        return Outcome(f"{setting.flag} {_value(agent, setting)}")
+        return Outcome(_standing(agent, setting))
 
     return Command(
         name=setting.flag,
