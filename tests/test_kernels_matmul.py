@@ -14,7 +14,8 @@ from kernel_calls import HALVES, TARGETS, activation_rows, assert_same_bits, blo
 from engine.kernels import formats, twins
 from engine.kernels.formats import FORMATS
 from engine.kernels.layout import compiled
-from engine.kernels.panel import MAX_ROWS
+from engine.kernels.panel import BUNCH, MAX_ROWS
+from engine.kernels.plan import L2_BYTES
 from engine.quant import TensorType
 
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17)
@@ -129,6 +130,28 @@ def test_rows_beyond_what_passes_a_panel_pass_the_next() -> None:
         expected = twins.matmul(type, raw, x)
         assert_same_bits(multiply("best", type, raw, x), expected)
         assert_same_bits(multiply("best", type, raw, x, add_to=before), before + expected)
+
+
+def test_stretches_of_k_that_stay_in_l2_and_bunches_of_groups_follow_each_other() -> None:
+    rng = np.random.default_rng(7)
+    for type in (TensorType.Q4_K, TensorType.Q6_K, TensorType.Q8_0):
+        num_values, outputs = 13 * 256, 16 * (BUNCH + 1) + 3
+        raw, x = blocks_of_any_bits(type, outputs, num_values, rng), random_rows(rng, 200, num_values)
+        assert len(x) * num_values > L2_BYTES
+        before = random_rows(rng, len(x), outputs)
+        expected = twins.matmul(type, raw, x)
+        assert_same_bits(multiply("best", type, raw, x), expected)
+        assert_same_bits(multiply("best", type, raw, x, add_to=before), before + expected)
+
+
+@every_target
+def test_every_number_of_rows_is_cut_into_tiles_that_have_each_once(target: str) -> None:
+    rng = np.random.default_rng(8)
+    raw, x = blocks_of_any_bits(TensorType.Q4_K, 16, 256, rng), random_rows(rng, 61, 256)
+    before, expected = random_rows(rng, 61, 16), twins.matmul(TensorType.Q4_K, raw, x)
+    for rows in range(1, 62):
+        product = multiply(target, TensorType.Q4_K, raw, x[:rows], add_to=before[:rows])
+        assert_same_bits(product, before[:rows] + expected[:rows])
 
 
 @every_target

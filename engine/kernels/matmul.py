@@ -36,6 +36,7 @@ from engine.kernels.ir import (
 )
 from engine.kernels.layout import lay_out_groups
 from engine.kernels.panel import Panel
+from engine.kernels.plan import L2_BYTES
 from engine.kernels.target import Target
 from engine.quant import TensorType
 
@@ -225,21 +226,26 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
                     with no:
                         b.write(b.get(total, VF), place)
 
-        def few_rows(group: Value, start: Int, fetch: bool) -> None:
-            b.greedy(rows, target.tile_rows[1:], lambda size, first: body(size, group, first, fetch), start)
+        def few_rows(group: Value, start: Int, end: Value, fetch: bool) -> None:
+            b.greedy(end, target.tile_rows[1:], lambda size, first: body(size, group, first, fetch), start)
 
         def tiles() -> None:
             with b.if_else(b.icmp_signed(">=", rows, I64(tall))) as (many, few):
                 with many:
-                    num_tiles = b.sdiv(rows, I64(tall))
-                    with b.loop(groups) as g:
+                    # As many rows as stay in L2 while all groups pass.
+                    share = b.times(b.larger_int(I64(1), b.sdiv(I64(L2_BYTES // tall), lda)), tall)
+                    with b.loop(b.sdiv(b.sum(rows, share, -1), share)) as strip, b.loop(groups) as g:
+                        start = b.mul(strip, share)
+                        end = b.smaller(rows, b.sum(start, share))
+                        num_tiles = b.sdiv(b.sub(end, start), I64(tall))
                         # The first tile brings the weights in; the tiles after it find them in L1.
-                        body(tall, g, I64(0), True)
+                        with b.loop(b.smaller(num_tiles, I64(1))):
+                            body(tall, g, start, True)
                         with b.loop(num_tiles, 1) as r:
-                            body(tall, g, b.times(r, tall), False)
-                        few_rows(g, b.times(num_tiles, tall), False)
+                            body(tall, g, b.sum(start, b.times(r, tall)), False)
+                        few_rows(g, b.sum(start, b.times(num_tiles, tall)), end, False)
                 with few, b.loop(groups) as g:
-                    few_rows(g, 0, True)
+                    few_rows(g, 0, rows, True)
 
         if not target.panel_rows or fmt.sub_block is None:
             tiles()

@@ -4,14 +4,15 @@ The tile of `matmul.py` takes 8 rows and unpacks the weights again for the next 
 write the unpacked bytes, scales and mins of a stretch of K of two groups into a panel, which stays in L1, and to run
 all rows past it:
 
-    for each pair of groups:
-        for each 256 values of K:
-            fill the panel: unpack both groups' blocks
-            for each 6 rows:
-                for each vector of the panel:      load 64 weight bytes of either group
-                    for each row:                  broadcast 4 activation bytes, one dot product with either group
-                scales, and the block's float step
-        write (or add) the totals
+    for each stretch of K whose activations stay in L2:
+        for each pair of groups:
+            for each 256 values of K:
+                fill the panel: unpack both groups' blocks
+                for each 6 rows:
+                    for each vector of the panel:      load 64 weight bytes of either group
+                        for each row:                  broadcast 4 activation bytes, one dot product with either group
+                    scales, and the block's float step
+            write (or add) the totals, behind the last stretch
 
 Nothing but loads and dot products is left in the inner loop, and a broadcast serves two groups. That is what it takes:
 a core loads two vectors and multiplies two in a cycle, so the tile of one group, with a load for each product and one
@@ -30,6 +31,7 @@ from llvmlite import ir
 from engine.kernels.dot import ActivationLayout, block_step, dot4, layout_for, pair_products
 from engine.kernels.formats import Group, Sub, WeightFormat, block_scales, pairs_of
 from engine.kernels.ir import F32, I32, I64, VB, VF, VI, KernelBuilder, Value, fill
+from engine.kernels.plan import L2_BYTES
 from engine.kernels.target import Target
 
 GROUPS = (2, 1)
@@ -39,8 +41,10 @@ TILE_ROWS = (6, 4)
 has fewer takes its last row several times and writes the same result as often."""
 CHUNK = 256
 """Values of K in a panel: one block of a K-quant, eight of the simple formats."""
-MAX_ROWS = 256
-"""Rows that pass a panel before the next one is filled. Their totals lie on the stack."""
+MAX_ROWS = 264
+"""Rows that pass a panel before the next one is filled."""
+BUNCH = 12
+"""Groups that are multiplied with one stretch of K after the other. Their totals, 200 KB, lie on the stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,10 @@ class _Stretch:
     panel: Value
     first: Value
     count: Value
+    begin: Value
+    """The first block of the stretch of K that stays in L2."""
+    end: Value
+    """The first one behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,27 @@ class _Fetch:
     asks: Value
     """i1: it does."""
     group: Value
+
+
+def _ceil(b: KernelBuilder, x: Value, size: Value) -> Value:
+    """x / size, rounded up."""
+    return b.sdiv(b.sum(x, size, -1), size)
+
+
+def _even(b: KernelBuilder, x: Value, most: Value, unit: int) -> Value:
+    """The size of a part, where x is cut into as few as `most` allows, all as large but for multiples of `unit`."""
+    return b.times(_ceil(b, _ceil(b, x, _ceil(b, x, most)), I64(unit)), unit)
+
+
+def _num_tiles(b: KernelBuilder, rows: Value) -> tuple[Value, Value]:
+    """Tall and short tiles for all rows, with at most one row too many where there are six or more."""
+    tall, short = TILE_ROWS
+    num_tall, left = b.sdiv(rows, I64(tall)), b.srem(rows, I64(tall))
+    # Three or four rows over are a short tile. One, two or five take six more with them: two short tiles, or three.
+    alone = b.or_(b.icmp_signed("==", left, I64(3)), b.icmp_signed("==", left, I64(4)))
+    alone = b.or_(alone, b.icmp_signed("==", left, I64(0)))
+    num_tall = b.larger_int(I64(0), b.select(alone, num_tall, b.sum(num_tall, -1)))
+    return num_tall, _ceil(b, b.sub(rows, b.times(num_tall, tall)), I64(short))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,38 +143,63 @@ class Panel:
         ldo: Value, blocks: Value, add: Value, rows: Value,
     ) -> None:  # fmt: skip
         """The kernel `matmul.matmul` for many rows."""
-        per_chunk = CHUNK // self.fmt.span
-        panel = b.scratch(ir.ArrayType(VB, GROUPS[0] * per_chunk * _Place(self.fmt).size // 64))
-        totals = b.scratch(ir.ArrayType(VF, GROUPS[0] * MAX_ROWS))
-        strips = b.sdiv(b.sum(rows, MAX_ROWS - 1), I64(MAX_ROWS))
-        with b.loop(strips) as strip:
-            row = b.times(strip, MAX_ROWS)
-            num_rows = b.smaller(b.sub(rows, row), I64(MAX_ROWS))
-            some = _Rows(group_bytes, b.at(a, b.times(row, lda)), lda, blocks, num_rows)
+        panel = b.scratch(ir.ArrayType(VB, GROUPS[0] * self._per_chunk * _Place(self.fmt).size // 64))
+        totals = b.scratch(ir.ArrayType(VF, BUNCH * MAX_ROWS))
+        share = _even(b, rows, I64(MAX_ROWS), math.lcm(*TILE_ROWS))
+        with b.loop(_ceil(b, rows, share)) as strip:
+            row = b.mul(strip, share)
+            num_rows = b.smaller(b.sub(rows, row), share)
+            some = _Rows(group_bytes, b.at(a, b.mul(row, lda)), lda, blocks, num_rows)
+            stretch = self._stretch_blocks(b, num_rows, blocks)
+            with b.loop(_ceil(b, groups, I64(BUNCH))) as bunch, b.loop(_ceil(b, blocks, stretch)) as n:
+                first, begin = b.times(bunch, BUNCH), b.mul(n, stretch)
+                num_groups = b.smaller(b.sub(groups, first), I64(BUNCH))
+                end = b.smaller(blocks, b.sum(begin, stretch))
 
-            def few_groups(width: int, group: Value) -> None:
-                start = b.at(w, b.times(group, group_bytes))
-                with b.loop(b.sdiv(b.sum(blocks, per_chunk - 1), I64(per_chunk))) as chunk:
-                    first = b.times(chunk, per_chunk)
-                    count = b.smaller(b.sub(blocks, first), I64(per_chunk))
-                    self._fill(b, some, width, start, panel, first, count)
-                    stretch = _Stretch(panel, first, count)
-                    tall, short = TILE_ROWS
-                    num_tall = b.times(b.sdiv(num_rows, I64(math.lcm(tall, short))), short // math.gcd(tall, short))
-                    with b.loop(num_tall) as tile:
-                        # The first tile asks for what the first group needs next, the second for the second's.
-                        asks = b.icmp_signed("<", tile, I64(width))
-                        fetch = _Fetch(asks, b.at(start, b.times(group_bytes, b.smaller(tile, I64(width - 1)))))
-                        numbers = [b.sum(b.times(tile, tall), t) for t in range(tall)]
-                        self._tile(b, some, stretch, width, numbers, totals, fetch)
-                    done, last = b.times(num_tall, tall), b.sum(num_rows, -1)
-                    with b.loop(b.sdiv(b.sum(b.sub(num_rows, done), short - 1), I64(short))) as tile:
-                        numbers = [b.smaller(b.sum(done, b.times(tile, short), t), last) for t in range(short)]
-                        self._tile(b, some, stretch, width, numbers, totals, None)
-                place = b.at(out, b.times(row, ldo), b.times(group, 64))
-                self._write(b, width, totals, place, ldo, add, num_rows)
+                def few_groups(width: int, nth: Value) -> None:
+                    group, homes = b.sum(first, nth), b.at(totals, b.times(nth, 64 * MAX_ROWS))
+                    start = b.at(w, b.times(group, group_bytes))
+                    self._multiply(b, some, width, start, panel, homes, begin, end)
+                    with b.if_then(b.icmp_signed("==", end, blocks)):
+                        place = b.at(out, b.times(row, ldo), b.times(group, 64))
+                        self._write(b, width, homes, place, ldo, add, num_rows)
 
-            b.greedy(groups, GROUPS, few_groups)
+                b.greedy(num_groups, GROUPS, few_groups)
+
+    @property
+    def _per_chunk(self) -> int:
+        """Blocks in a panel."""
+        return CHUNK // self.fmt.span
+
+    def _stretch_blocks(self, b: KernelBuilder, num_rows: Value, blocks: Value) -> Value:
+        """Blocks of K whose activations stay in L2, in whole panels; K is cut evenly."""
+        chunk_bytes = self._per_chunk * (self.fmt.span + self.layout.meta_bytes)
+        fits = b.larger_int(I64(1), b.sdiv(I64(L2_BYTES // chunk_bytes), num_rows))
+        return b.times(_even(b, _ceil(b, blocks, I64(self._per_chunk)), fits, 1), self._per_chunk)
+
+    def _multiply(
+        self, b: KernelBuilder, some: _Rows, width: int, groups: Value, panel: Value, totals: Value, begin: Value,
+        end: Value,
+    ) -> None:  # fmt: skip
+        """Totals of all rows += blocks begin .. end of `width` groups."""
+        tall, short = TILE_ROWS
+        num_tall, num_short = _num_tiles(b, some.num_rows)
+        last = b.sum(some.num_rows, -1)
+        with b.loop(_ceil(b, b.sub(end, begin), I64(self._per_chunk))) as chunk:
+            first = b.sum(begin, b.times(chunk, self._per_chunk))
+            count = b.smaller(b.sub(end, first), I64(self._per_chunk))
+            self._fill(b, some, width, groups, panel, first, count)
+            stretch = _Stretch(panel, first, count, begin, end)
+            with b.loop(num_tall) as tile:
+                # The first tile asks for what the first group needs next, the second for the second's.
+                asks = b.icmp_signed("<", tile, I64(width))
+                fetch = _Fetch(asks, b.at(groups, b.times(some.group_bytes, b.smaller(tile, I64(width - 1)))))
+                numbers = [b.sum(b.times(tile, tall), t) for t in range(tall)]
+                self._tile(b, some, stretch, width, numbers, totals, fetch)
+            done = b.times(num_tall, tall)
+            with b.loop(num_short) as tile:
+                numbers = [b.smaller(b.sum(done, b.times(tile, short), t), last) for t in range(short)]
+                self._tile(b, some, stretch, width, numbers, totals, None)
 
     # ------------------------------------------------------------------ around the products
     def _write(
@@ -190,11 +244,11 @@ class Panel:
     def _ahead(
         self, b: KernelBuilder, some: _Rows, stretch: _Stretch, width: int, fetch: _Fetch, n: Value
     ) -> tuple[Value, Value]:
-        """Words and meta that come where block n of the stretch is: later in its group, or in the next panel's."""
+        """Words and meta that come where block n of the panel is: later in its group, or in the next groups'."""
         there = b.sum(stretch.first, stretch.count, n)
-        beyond = b.icmp_signed(">=", there, some.blocks)
+        beyond = b.icmp_signed(">=", there, stretch.end)
         group = b.at(fetch.group, b.select(beyond, b.times(some.group_bytes, width), I64(0)))
-        places = self.fmt.place(b, group, some.blocks, b.select(beyond, n, there))
+        places = self.fmt.place(b, group, some.blocks, b.select(beyond, b.sum(stretch.begin, n), there))
         # A tile that asks for nothing prefetches what is there already.
         words, meta = (b.select(fetch.asks, place, stretch.panel) for place in places)
         return words, meta

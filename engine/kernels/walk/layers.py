@@ -6,7 +6,6 @@ from typing import Any
 
 from engine.kernels.plan import (
     GATED_ROWS,
-    L2_BYTES,
 )
 from engine.kernels.program import Gate
 from engine.kernels.walk.instructions import (
@@ -153,21 +152,17 @@ def even_share(rows: int, most: int) -> int:
 def multiply(
     matrix: Record, act: Record, first: int, last: int, row: int, out: int, out_bytes: int, add: int, rows: int
 ) -> None:
-    """Groups first..last of a matrix times `rows` activation rows from `row` on, in blocks of rows that fit L2."""
+    """Groups first..last of a matrix times `rows` activation rows from `row` on."""
     base, size = act.base_256, act.row_256
     if matrix.span == 32:
         base, size = act.base_32, act.row_32
     elif matrix.span == 1:
         base, size = act.base_1, act.row_1
-    step = even_share(rows, max(1, L2_BYTES // size))
     weights = matrix.address + first * matrix.group_bytes
-    r = 0
-    while r < rows:  # a range with a step that is not constant would bring in Numba's code for raising errors
-        call10(
-            matrix.multiply, weights, matrix.group_bytes, last - first, base + (row + r) * size, size,
-            out + r * out_bytes + first * LINE, out_bytes, matrix.num_blocks, add, min(step, rows - r),
-        )  # fmt: skip
-        r += step
+    call10(
+        matrix.multiply, weights, matrix.group_bytes, last - first, base + row * size, size,
+        out + first * LINE, out_bytes, matrix.num_blocks, add, rows,
+    )  # fmt: skip
 
 
 @compiled
