@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pexpect
 import pyte
@@ -150,3 +152,18 @@ class Terminal:
     @property
     def attributes(self) -> list:
         return termios.tcgetattr(self.process.child_fd)
+
+
+def shell_environment(folder: Path) -> dict[str, str]:
+    """For a shell in which `goinfer-chat` is a command; conversations lie in `folder`/sessions."""
+    program = folder / "bin" / "goinfer-chat"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m goinfer_chat "$@"\n')
+    program.chmod(0o755)
+    return {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "PS1": "READY ",
+        "HOME": str(folder),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "GOINFER_CHAT_SESSION_DIR": str(folder / "sessions"),
+    }

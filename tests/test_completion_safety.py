@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from pty_terminal import Terminal
+from pty_terminal import Terminal, shell_environment
 from store_helpers import kept
 
 from goinfer_chat.store import Store
@@ -38,18 +37,7 @@ def test_no_name_of_a_conversation_runs_a_command_at_a_tab(shell: str, tmp_path:
         for name in ("x $(touch ran)", "x$(touch ran)", "x`touch ran`", 'x";touch ran;"', "x';touch ran;'", "x:touch"):
             kept(store, ("hi", "hello"), name=name)
         kept(store, ("hi", "hello"), name="xsafe-1.2")
-    program = tmp_path / "bin" / "goinfer-chat"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m goinfer_chat "$@"\n')
-    program.chmod(0o755)
-    env = {
-        "PATH": f"{program.parent}:/usr/bin:/bin",
-        "PS1": "READY ",
-        "HOME": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "GOINFER_CHAT_SESSION_DIR": str(tmp_path / "sessions"),
-    }
-    with Terminal(START[shell], env=env, columns=200) as terminal:
+    with Terminal(START[shell], env=shell_environment(tmp_path), columns=200) as terminal:
         terminal.send(f"cd '{tmp_path}'\n" + READ[shell] + "echo COMPLETION''READ\n")
         terminal.wait("COMPLETIONREAD")
         terminal.settle(0.2)

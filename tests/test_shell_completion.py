@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pty_terminal import Terminal
+from pty_terminal import Terminal, shell_environment
 
 BASH = shutil.which("bash")
 
@@ -19,17 +18,7 @@ pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 def shell(tmp_path: Path) -> Iterator[Terminal]:
     """A bash that has read the completion; `goinfer-chat` is a command there."""
     assert BASH is not None
-    program = tmp_path / "bin" / "goinfer-chat"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m goinfer_chat "$@"\n')
-    program.chmod(0o755)
-    env = {
-        "PATH": f"{program.parent}:/usr/bin:/bin",
-        "PS1": "READY ",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "GOINFER_CHAT_SESSION_DIR": str(tmp_path / "sessions"),
-    }
-    with Terminal([BASH, "--norc", "--noprofile", "-i"], env=env) as terminal:
+    with Terminal([BASH, "--norc", "--noprofile", "-i"], env=shell_environment(tmp_path)) as terminal:
         terminal.send("source <(SHELL=bash goinfer-chat --show-completion bash); bind 'set bell-style none'\n")
         terminal.wait(lambda: terminal.text.count("READY") == 2 and terminal.lines[-1] == "READY")
         yield terminal
