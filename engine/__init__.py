@@ -54,10 +54,9 @@ def load(
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, OutOfMemoryError, or UsageError for an argument
     that cannot be obeyed.
     """
-    from engine.loading import load_engine
+    from engine.loading import EngineOptions, load_engine
 
-    return load_engine(
-        Path(model_path),
+    options = EngineOptions(
         context_size=context_size,
         threads=threads,
         kv_sessions=kv_sessions,
@@ -74,3 +73,4 @@ def load(
         backend=backend,
         device=device,
     )
+    return load_engine(Path(model_path), options)

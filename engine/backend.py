@@ -6,7 +6,8 @@ backend is this package's own kernels; `engine.torch_backend` computes with PyTo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from engine.gguf_file import GGUFFile
 from engine.kv_cache import KVPool
 from engine.kv_layout import KVLayout
 from engine.memory import available_memory
-from engine.model import Batch, Model
+from engine.model import Batch, LoadOptions, Model
 
 BACKENDS: Final = ("cpu", "torch")
 DEVICES: Final = ("auto", "cpu", "cuda", "mps")
@@ -95,17 +96,7 @@ class Backend(Protocol):
         """Bytes of weights that a single row touches."""
         ...
 
-    def load(
-        self,
-        gguf: GGUFFile,
-        *,
-        threads: int | None,
-        max_rows: int,
-        max_positions: int,
-        kv_type: KVType,
-        progress: Callable[[str, float], None] | None,
-        from_disk: bool = False,
-    ) -> StepModel:
+    def load(self, gguf: GGUFFile, options: LoadOptions) -> StepModel:
         """Raises UnsupportedModelError, ModelFileError or OutOfMemoryError."""
         ...
 
@@ -125,36 +116,13 @@ class CpuBackend:
     def token_bytes(self, gguf: GGUFFile) -> int:
         return Model.token_bytes(gguf)
 
-    def load(
-        self,
-        gguf: GGUFFile,
-        *,
-        threads: int | None,
-        max_rows: int,
-        max_positions: int,
-        kv_type: KVType,
-        progress: Callable[[str, float], None] | None,
-        from_disk: bool = False,
-    ) -> StepModel:
-        def loaded(from_disk: bool) -> Model:
-            return Model.load(
-                gguf,
-                threads=threads,
-                max_rows=max_rows,
-                max_positions=max_positions,
-                kv_type=kv_type,
-                progress=progress,
-                from_disk=from_disk,
-            )
-
+    def load(self, gguf: GGUFFile, options: LoadOptions) -> StepModel:
         free = available_memory()
-        if from_disk or free is None or Model.estimate(gguf, kv_type)[0] <= free // 2:
-            return loaded(from_disk)
-        # Large beside what is free: pages that the system may take back are better than memory of our own.
-        try:
-            return loaded(True)
-        except OutOfMemoryError:  # the disk has no room for the file, and memory has
-            return loaded(False)
+        if not options.from_disk and free is not None and Model.estimate(gguf, options.kv_type)[0] > free // 2:
+            # Large beside what is free: pages that the system may take back are better than memory of our own.
+            with contextlib.suppress(OutOfMemoryError):  # the disk has no room for the file, and memory has
+                return Model.load(gguf, replace(options, from_disk=True))
+        return Model.load(gguf, options)
 
 
 def open_backend(

@@ -23,7 +23,7 @@ from engine.config import ModelConfig
 from engine.errors import UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_cache import BLOCK_SIZE, CacheFullError
-from engine.model import Batch
+from engine.model import Batch, LoadOptions
 from engine.sampler import largest
 from engine.sessions import Sessions
 
@@ -64,9 +64,8 @@ class DraftModel:
         Raises what Backend.load raises.
         """
         positions = min(context_size, ModelConfig.from_gguf(gguf).train_context_size)
-        model = backend.load(
-            gguf, threads=threads, max_rows=MAX_ROWS, max_positions=positions, kv_type="f16", progress=progress
-        )
+        options = LoadOptions(threads=threads, max_rows=MAX_ROWS, max_positions=positions, progress=progress)
+        model = backend.load(gguf, options)
         return cls(model, vocab_size, num_blocks, kv_sessions)
 
     def __init__(self, model: StepModel, vocab_size: int, num_blocks: int, kv_sessions: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from engine.api import KVType, SpeculationMode
-from engine.backend import open_backend
+from engine.backend import Backend, open_backend
 from engine.chat_template import ChatTemplate
 from engine.config import ModelConfig
 from engine.cpu import MAX_THREADS
@@ -17,7 +17,8 @@ from engine.errors import ModelError, ModelFileError, UsageError
 from engine.gguf_file import GGUFFile, open_gguf
 from engine.kv_folder import prepare
 from engine.local import LocalEngine, check_draft_model
-from engine.memory import plan_memory
+from engine.memory import MemoryPlan, plan_memory
+from engine.model import LoadOptions, Progress
 from engine.scheduler import MAX_CONCURRENT
 from engine.step import MAX_ROWS
 from engine.tokenizer import Tokenizer
@@ -26,112 +27,149 @@ DEFAULT_SPECULATION: SpeculationMode = "ngram"
 """Measured: copies several times as fast, ordinary questions no slower (docs/benchmarks.md)."""
 
 
-def load_engine(
-    path: Path,
-    *,
-    context_size: int | None,
-    threads: int | None,
-    kv_sessions: int,
-    chat_template: str | None,
-    progress: Callable[[str, float], None] | None,
-    speculation: SpeculationMode | None,
-    kv_folder: Path | None,
-    kv_cap_bytes: int,
-    kv_type: KVType,
-    max_concurrent: int,
-    prefill_chunk: int | None,
-    draft: Path | None,
-    from_disk: bool,
-    backend: str,
-    device: str,
-) -> LocalEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What `engine.load` is given, and says of each. Raises UsageError for what cannot be obeyed."""
+
+    context_size: int | None
+    threads: int | None
+    kv_sessions: int
+    chat_template: str | None
+    progress: Progress | None
+    speculation: SpeculationMode | None
+    kv_folder: Path | None
+    kv_cap_bytes: int
+    kv_type: KVType
+    max_concurrent: int
+    prefill_chunk: int | None
+    draft: Path | None
+    from_disk: bool
+    backend: str
+    device: str
+
+    def __post_init__(self) -> None:
+        if self.kv_sessions < 0:
+            raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {self.kv_sessions}")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {self.threads}")
+        if self.kv_cap_bytes < 0:
+            raise UsageError(f"the bytes of kept caches must be 0 or more, not {self.kv_cap_bytes}")
+        if not 1 <= self.max_concurrent <= MAX_CONCURRENT:
+            raise UsageError(f"max_concurrent must be between 1 and {MAX_CONCURRENT}, not {self.max_concurrent}")
+        if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= MAX_ROWS:
+            raise UsageError(f"prefill_chunk must be between 1 and {MAX_ROWS}, not {self.prefill_chunk}")
+        _check_choice("speculation", self.speculation, get_args(SpeculationMode))
+        _check_choice("type of K and V", self.kv_type, get_args(KVType))
+        check_draft_model(self.speculation, self.draft is not None)
+
+    @property
+    def kept_in(self) -> Path | None:
+        """The folder of conversations' caches, where any are kept."""
+        return self.kv_folder if self.kv_sessions > 0 else None
+
+
+def load_engine(path: Path, options: EngineOptions) -> LocalEngine:
     """See `engine.load`."""
-    _check_counts(kv_sessions, threads, kv_cap_bytes, max_concurrent, prefill_chunk)
-    _check_choice("speculation", speculation, get_args(SpeculationMode))
-    _check_choice("type of K and V", kv_type, get_args(KVType))
-    check_draft_model(speculation, draft is not None)
-    if kv_folder is not None and kv_sessions > 0:
-        prepare(kv_folder)
+    if options.kept_in is not None:
+        prepare(options.kept_in)
     with ExitStack() as undo:
-        gguf = undo.enter_context(open_gguf(path))
-        tokenizer = _read_tokenizer(gguf)
-        template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, chat_template)
-        config = _read_config(gguf, tokenizer)
-        draft_gguf = None if draft is None else undo.enter_context(open_gguf(draft))
-        if draft_gguf is not None:
-            _check_draft_file(draft_gguf, gguf)
-        place = open_backend(backend, device, gguf, kv_type, from_disk=from_disk, draft=draft_gguf)
-        weight_bytes, block_bytes = place.estimate(gguf, kv_type)
-        draft_bytes, draft_block_bytes = (0, 0) if draft_gguf is None else place.estimate(draft_gguf, "f16")
-        plan = plan_memory(
-            name=path.name,
-            weight_bytes=weight_bytes + draft_bytes,
-            block_bytes=block_bytes + draft_block_bytes,
-            context_size=context_size,
-            train_context_size=config.train_context_size,
-            kv_sessions=kv_sessions,
-            available=place.available_memory(),
-            from_disk=from_disk,
-            token_bytes=place.token_bytes(gguf) + draft_bytes,  # a draft model is in memory whole
-            state_bytes=config.state_bytes,
+        files = _Files.open(path, options, undo)
+        place = open_backend(
+            options.backend, options.device, files.gguf, options.kv_type, from_disk=options.from_disk, draft=files.draft
         )
+        plan = _plan(files, place, options)
         model = place.load(
-            gguf,
-            threads=threads,
-            max_rows=MAX_ROWS,
-            max_positions=plan.context_size,
-            kv_type=kv_type,
-            progress=progress,
-            from_disk=plan.from_disk,
+            files.gguf,
+            LoadOptions(
+                threads=options.threads,
+                max_rows=MAX_ROWS,
+                max_positions=plan.context_size,
+                kv_type=options.kv_type,
+                from_disk=plan.from_disk,
+                progress=options.progress,
+            ),
         )
         undo.callback(model.close)
-        draft_model = None
-        if draft_gguf is not None:
-            draft_model = DraftModel.load(
-                place,
-                draft_gguf,
-                vocab_size=tokenizer.vocab_size,
-                threads=threads,
-                num_blocks=plan.num_blocks,
-                kv_sessions=max(1, kv_sessions),
-                context_size=plan.context_size,
-                progress=progress,
-            )
+        draft_model = _load_draft(files, place, plan, options)
+        if draft_model is not None:
             undo.callback(draft_model.close)
         engine = LocalEngine(
-            gguf,
-            tokenizer,
-            template,
+            files.gguf,
+            files.tokenizer,
+            files.template,
             model,
             plan,
-            kv_sessions,
-            speculation or ("model" if draft_model is not None else DEFAULT_SPECULATION),
-            max_concurrent=max_concurrent,
-            prefill_chunk=prefill_chunk,
+            options.kv_sessions,
+            options.speculation or ("model" if draft_model is not None else DEFAULT_SPECULATION),
+            max_concurrent=options.max_concurrent,
+            prefill_chunk=options.prefill_chunk,
             draft_model=draft_model,
             backend=place,
         )
-        if kv_folder is not None and kv_sessions > 0:
-            engine.keep_in(kv_folder, engine.identity(), kv_cap_bytes)
+        if options.kept_in is not None:
+            engine.keep_in(options.kept_in, engine.identity(), options.kv_cap_bytes)
         undo.pop_all()
         if not plan.from_disk:  # where memory is short, 40 MB wait until they are asked for
             engine.prepare_grammars()
         return engine
 
 
-def _check_counts(
-    kv_sessions: int, threads: int | None, kv_cap_bytes: int, max_concurrent: int, prefill_chunk: int | None
-) -> None:
-    if kv_sessions < 0:
-        raise UsageError(f"kv_sessions must be 0 (keep none) or more, not {kv_sessions}")
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise UsageError(f"threads must be between 1 and {MAX_THREADS}, not {threads}")
-    if kv_cap_bytes < 0:
-        raise UsageError(f"the bytes of kept caches must be 0 or more, not {kv_cap_bytes}")
-    if not 1 <= max_concurrent <= MAX_CONCURRENT:
-        raise UsageError(f"max_concurrent must be between 1 and {MAX_CONCURRENT}, not {max_concurrent}")
-    if prefill_chunk is not None and not 1 <= prefill_chunk <= MAX_ROWS:
-        raise UsageError(f"prefill_chunk must be between 1 and {MAX_ROWS}, not {prefill_chunk}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What is read before anything large is loaded."""
+
+    gguf: GGUFFile
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    config: ModelConfig
+    draft: GGUFFile | None
+    """Of the model that guesses."""
+
+    @classmethod
+    def open(cls, path: Path, options: EngineOptions, undo: ExitStack) -> _Files:
+        """`undo` closes what was opened. Raises ModelError or UsageError."""
+        gguf = undo.enter_context(open_gguf(path))
+        tokenizer = _read_tokenizer(gguf)
+        template = ChatTemplate.from_gguf(gguf.metadata, tokenizer, options.chat_template)
+        config = _read_config(gguf, tokenizer)
+        draft = None
+        if options.draft is not None:
+            draft = undo.enter_context(open_gguf(options.draft))
+            _check_draft_file(draft, gguf)
+        return cls(gguf=gguf, tokenizer=tokenizer, template=template, config=config, draft=draft)
+
+
+def _plan(files: _Files, place: Backend, options: EngineOptions) -> MemoryPlan:
+    """What fits into the memory of a backend. Raises OutOfMemoryError, and UsageError for a context below 2."""
+    weight_bytes, block_bytes = place.estimate(files.gguf, options.kv_type)
+    draft_bytes, draft_block_bytes = (0, 0) if files.draft is None else place.estimate(files.draft, "f16")
+    return plan_memory(
+        name=files.gguf.path.name,
+        weight_bytes=weight_bytes + draft_bytes,
+        block_bytes=block_bytes + draft_block_bytes,
+        context_size=options.context_size,
+        train_context_size=files.config.train_context_size,
+        kv_sessions=options.kv_sessions,
+        available=place.available_memory(),
+        from_disk=options.from_disk,
+        token_bytes=place.token_bytes(files.gguf) + draft_bytes,  # a draft model is in memory whole
+        state_bytes=files.config.state_bytes,
+    )
+
+
+def _load_draft(files: _Files, place: Backend, plan: MemoryPlan, options: EngineOptions) -> DraftModel | None:
+    if files.draft is None:
+        return None
+    return DraftModel.load(
+        place,
+        files.draft,
+        vocab_size=files.tokenizer.vocab_size,
+        threads=options.threads,
+        num_blocks=plan.num_blocks,
+        kv_sessions=max(1, options.kv_sessions),
+        context_size=plan.context_size,
+        progress=options.progress,
+    )
 
 
 def _check_choice(what: str, chosen: str | None, choices: tuple[str, ...]) -> None:

@@ -37,6 +37,26 @@ from engine.weights import Matrix, Weights
 Progress = Callable[[str, float], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded, wherever it is computed."""
+
+    threads: int | None = None
+    """Of the CPU; None: the physical cores this process may use."""
+    max_rows: int = 512
+    """Of a step."""
+    max_positions: int | None = None
+    """Of a conversation; None: the trained context."""
+    kv_type: KVType = "f16"
+    from_disk: bool = False
+    """Weights stay in a file, which is mapped: a model may be larger than memory."""
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        assert self.threads is None or self.threads > 0
+        assert self.max_rows > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of one step. Rows of one conversation are adjacent and ascend by position.
@@ -66,25 +86,12 @@ class Model:
     config: ModelConfig
 
     @classmethod
-    def load(
-        cls,
-        gguf: GGUFFile,
-        *,
-        threads: int | None = None,
-        max_rows: int = 512,
-        max_positions: int | None = None,
-        kv_type: KVType = "f16",
-        progress: Progress | None = None,
-        from_disk: bool = False,
-    ) -> Model:
+    def load(cls, gguf: GGUFFile, options: LoadOptions = LoadOptions()) -> Model:
         """Load the weights and compile the kernels that are not in the cache yet.
 
-        With `from_disk` weights stay in a file, which is mapped: a model may be larger than memory.
-        `threads` defaults to the physical cores this process may use, `max_positions` to the trained context.
         Raises UnsupportedModelError, ModelFileError or OutOfMemoryError.
         """
-        said = progress or (lambda text, share: None)
-        return cls(gguf, threads or usable_threads(), max_rows, max_positions, kv_type, said, from_disk)
+        return cls(gguf, options)
 
     @staticmethod
     def estimate(gguf: GGUFFile, kv_type: KVType = "f16") -> tuple[int, int]:
@@ -100,30 +107,21 @@ class Model:
         """Bytes of weights that a single row touches: of the experts only those that it passes."""
         return ModelMatrices(gguf, ModelConfig.from_gguf(gguf)).token_bytes
 
-    def __init__(
-        self,
-        gguf: GGUFFile,
-        threads: int,
-        max_rows: int,
-        max_positions: int | None,
-        kv_type: KVType,
-        progress: Progress,
-        from_disk: bool = False,
-    ) -> None:
-        assert threads > 0
-        assert max_rows > 0
+    def __init__(self, gguf: GGUFFile, options: LoadOptions) -> None:
+        """For `load`."""
         config = ModelConfig.from_gguf(gguf)
-        self.max_positions = max_positions or config.train_context_size
+        progress = options.progress or (lambda text, share: None)
+        self.max_positions = options.max_positions or config.train_context_size
         self.config = config.for_context(self.max_positions)
-        self.kv_type: KVType = kv_type
-        self.kv_layout = KVLayout.of(self.config, kv_type)
-        self.threads = threads
-        self.max_rows = max_rows
+        self.kv_type: KVType = options.kv_type
+        self.kv_layout = KVLayout.of(self.config, self.kv_type)
+        self.threads = threads = options.threads or usable_threads()
+        self.max_rows = options.max_rows
         self._compiled = CompiledKernels(detect(), progress)
         self.matrices = ModelMatrices(gguf, self.config)
         self._load_kernels()
-        self.weights = Weights(gguf, self.matrices.all, threads, progress, compiled(self._lay_out), from_disk)
-        self.buffers = Buffers(self.config, max_rows, self.max_positions, threads)
+        self.weights = Weights(gguf, self.matrices.all, threads, progress, compiled(self._lay_out), options.from_disk)
+        self.buffers = Buffers(self.config, self.max_rows, self.max_positions, threads)
         self._program = Program(self, gguf)
         self._context = self._make_context()
         self._workers = Workers(self._compiled.address("core", "goinfer_step"), self._context.ctypes.data, threads)

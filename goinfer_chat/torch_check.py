@@ -139,6 +139,7 @@ def _compare(
 ) -> tuple[list[Compared], list[str]]:
     from engine.backend import Backend, open_backend
     from engine.kv_cache import blocks_for
+    from engine.model import LoadOptions
     from engine.parity import Reader, compare
 
     probes = range(EVERY - 1, len(ids), EVERY)
@@ -147,14 +148,13 @@ def _compare(
 
     @contextmanager
     def reading(backend: Backend) -> Iterator[tuple[Any, Reader]]:
-        model = backend.load(
-            gguf,
+        options = LoadOptions(
             threads=settings.threads,
-            max_rows=512,
             max_positions=min(len(ids) + 64, ModelConfig.from_gguf(gguf).train_context_size),
             kv_type=settings.kv_type,
             progress=lambda what, share: side.status(f"{what} ({share:.0%})" if share else what),
         )
+        model = backend.load(gguf, options)
         with closing(model):
             yield model, Reader(model, num_blocks)
 

@@ -108,13 +108,13 @@ def run_tokens(path: Path, weights: Path, count: int = 8) -> str:
     from engine import giw_file
     from engine.gguf_file import open_gguf
     from engine.kv_cache import KVPool
-    from engine.model import Model
+    from engine.model import LoadOptions, Model
 
     giw_file.folder = lambda: weights  # type: ignore[assignment]
     before, start = resident("RssAnon"), time.perf_counter()
     with open_gguf(path) as file:
         touched = Model.token_bytes(file)
-        model = Model.load(file, threads=2, max_positions=4096, max_rows=64, from_disk=True)
+        model = Model.load(file, LoadOptions(threads=2, max_positions=4096, max_rows=64, from_disk=True))
         loaded = time.perf_counter() - start
         pool = KVPool(model.kv_block_bytes, 64)
         model.bind_pool(pool)

@@ -35,7 +35,7 @@ from engine.kernels import twins
 from engine.kernels.plan import QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
-from engine.model import Model
+from engine.model import LoadOptions, Model
 from engine.quant import TensorType
 from engine.step import to_batch
 
@@ -542,7 +542,9 @@ def running(
     from_disk: bool = False,
 ) -> Iterator[Runner]:
     with open_gguf(path) as gguf:
-        model = Model.load(gguf, threads=threads, max_positions=positions, kv_type=kv_type, from_disk=from_disk)
+        model = Model.load(
+            gguf, LoadOptions(threads=threads, max_positions=positions, kv_type=kv_type, from_disk=from_disk)
+        )
         try:
             pool = model.new_pool(blocks, 24, 6)
             yield Runner(model, pool)

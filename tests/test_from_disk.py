@@ -210,15 +210,15 @@ from pathlib import Path
 from engine import giw_file
 from engine.errors import OutOfMemoryError
 from engine.gguf_file import open_gguf
-from engine.model import Model
+from engine.model import LoadOptions, Model
 
 giw_file.folder = lambda: Path(sys.argv[2])
 gguf = open_gguf(Path(sys.argv[1]))
-Model.load(gguf, threads=1, max_positions=64, max_rows=4).close()  # what code needs is mapped
+Model.load(gguf, LoadOptions(threads=1, max_positions=64, max_rows=4)).close()  # what code needs is mapped
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, used + 20_000_000))
 try:
-    Model.load(gguf, threads=1, max_positions=64, max_rows=4, from_disk=True)
+    Model.load(gguf, LoadOptions(threads=1, max_positions=64, max_rows=4, from_disk=True))
 except OutOfMemoryError as error:
     print(error)
 """
@@ -237,7 +237,7 @@ import sys
 from pathlib import Path
 from engine import giw_file
 from engine.gguf_file import open_gguf
-from engine.model import Model
+from engine.model import LoadOptions, Model
 from test_forward import Runner, tokens
 from engine.kv_cache import KVPool
 
@@ -252,7 +252,7 @@ def mapped():
 
 giw_file.folder = lambda: Path(sys.argv[2])
 before = private()
-model = Model.load(open_gguf(Path(sys.argv[1])), threads=1, max_positions=128, max_rows=8, from_disk=True)
+model = Model.load(open_gguf(Path(sys.argv[1])), LoadOptions(threads=1, max_positions=128, max_rows=8, from_disk=True))
 pool = KVPool(model.kv_block_bytes, 2)
 model.bind_pool(pool)
 runner = Runner(model, pool)

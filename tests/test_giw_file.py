@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine import giw_file
 from engine.gguf_file import open_gguf
-from engine.model import Model
+from engine.model import LoadOptions, Model
 
 KEY = giw_file.key_of("0" * 64, "a matrix at 0")
 WEIGHTS = np.random.default_rng(0).integers(0, 256, 3 * giw_file.PAGE + 17, dtype=np.uint8)
@@ -91,7 +91,7 @@ def test_a_model_starts_from_its_kept_weights_with_the_same_bits(
     memories = []
     for _ in range(2):
         with open_gguf(path) as gguf:
-            model = Model.load(gguf, threads=2, max_positions=128)
+            model = Model.load(gguf, LoadOptions(threads=2, max_positions=128))
             memories.append((bytes(model.weights.memory), model.weights.memory.flags.writeable))
             model.close()
     assert [k.name for k in giw_file.list_kept()] == ["tiny"]

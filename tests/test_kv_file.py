@@ -30,7 +30,7 @@ from engine.gguf_file import open_gguf
 from engine.kv_cache import BLOCK_SIZE, BlockTable, CacheFullError, KVPool
 from engine.kv_file import RESERVE_BYTES, Identity, KVFile, KVFileError, KVFileLockedError, KVLayout
 from engine.kv_layout import NUMERICS_VERSION
-from engine.model import Batch, Model
+from engine.model import Batch, LoadOptions, Model
 
 
 @pytest.fixture
@@ -540,7 +540,7 @@ def test_a_restored_conversation_goes_on_with_the_same_bits(
 ) -> None:
     ids = np.random.default_rng(1).integers(5, 200, 230).tolist()
     with open_gguf(write_tiny_model(tmp_path / "model.gguf", architecture, head_dim=80, num_layers=3)) as gguf:
-        model = Model.load(gguf, threads=1, max_rows=64, max_positions=256, kv_type=kv_type)
+        model = Model.load(gguf, LoadOptions(threads=1, max_rows=64, max_positions=256, kv_type=kv_type))
         try:
             mine = Identity.of(model.config, gguf.content_hash(), kv_type)
             assert mine.layout.block_bytes == model.kv_block_bytes

@@ -19,7 +19,7 @@ from engine.arch import NOT_YET
 from engine.config import ModelConfig
 from engine.errors import GoinferError, UnsupportedModelError
 from engine.gguf_file import open_gguf
-from engine.model import Model
+from engine.model import LoadOptions, Model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -81,7 +81,7 @@ def runs_or_is_refused(path: Path) -> bool:
     """Whether a model runs; if not it was refused as everything is that a file can do wrong."""
     try:
         with open_gguf(path) as gguf:
-            model = Model.load(gguf, threads=1, max_rows=16, max_positions=64)
+            model = Model.load(gguf, LoadOptions(threads=1, max_rows=16, max_positions=64))
     except GoinferError as error:
         said = str(error)
         assert said.startswith(path.name), said

@@ -32,6 +32,7 @@ from engine.gguf_file import open_gguf
 from engine.kv_cache import BlockTable, KVPool, StatePool, StatesFullError
 from engine.kv_file import KVFile
 from engine.kv_layout import Identity
+from engine.model import LoadOptions
 from engine.running_state import RunningState
 
 SIZES: dict[str, Any] = {
@@ -184,7 +185,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'goinfer-chat[torch]'")
         with open_gguf(path) as gguf:
             place = open_backend("torch", "cpu", gguf, "f16")
-            model: Any = place.load(gguf, threads=1, max_rows=512, max_positions=512, kv_type="f16", progress=None)
+            model: Any = place.load(gguf, LoadOptions(threads=1, max_positions=512))
             yield Runner(model, model.new_pool(400, 24, 6))
             model.close()
         return

@@ -29,6 +29,7 @@ from engine.kv_cache import KVPool
 from engine.kv_file import KVFile
 from engine.kv_layout import Identity
 from engine.local import LocalEngine
+from engine.model import LoadOptions
 from engine.quant import TensorType, dequantize
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'goinfer-chat[torch]'")
@@ -72,7 +73,7 @@ def on_torch(
 ) -> Runner:
     """A model with a pool of its own; the test is skipped where the backend says that it does not know the model."""
     try:
-        model: Any = TorchModel(gguf, device, form, threads=1, max_positions=1024, kv_type=kv_type)
+        model: Any = TorchModel(gguf, device, form, LoadOptions(threads=1, max_positions=1024, kv_type=kv_type))
     except UnsupportedModelError as error:
         if "the torch backend does not know" not in str(error):
             raise
@@ -307,13 +308,13 @@ def test_a_fact_of_an_architecture_that_it_does_not_know_is_refused_by_name(
     monkeypatch.setattr(weights, known, getattr(weights, known) - {name})
     said = rf"the torch backend does not know smollm3 \({name.replace('_', ' ')}\)"
     with open_gguf(tiny("smollm3")) as gguf, pytest.raises(UnsupportedModelError, match=said):
-        TorchModel(gguf, CPU, "f32", max_positions=64)
+        TorchModel(gguf, CPU, "f32", LoadOptions(max_positions=64))
 
 
 def test_a_tensor_that_it_would_pass_over_is_refused(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", tensors={"blk.0.attn_sinks.weight": np.ones(256, np.float32)})
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=r"tensor blk\.0\.attn_sinks\.weight"):
-        TorchModel(gguf, CPU, "f32", max_positions=64)
+        TorchModel(gguf, CPU, "f32", LoadOptions(max_positions=64))
 
 
 def test_a_device_that_is_not_there_is_named(tiny: Callable[..., Path]) -> None:

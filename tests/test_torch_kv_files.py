@@ -17,6 +17,7 @@ from engine.gguf_file import open_gguf
 from engine.kv_file import KVFile
 from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, Identity, read_header
 from engine.local import LocalEngine
+from engine.model import LoadOptions
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'goinfer-chat[torch]'")
 
@@ -100,7 +101,8 @@ def test_logits_behind_an_adopted_cache_differ_as_the_backends_do(path: Path, tm
     with open_gguf(path) as gguf:
         content = gguf.content_hash()
         runner = Runner(
-            model := TorchModel(gguf, device("cpu"), "f32", threads=1, max_positions=512), model.new_pool(8)
+            model := TorchModel(gguf, device("cpu"), "f32", LoadOptions(threads=1, max_positions=512)),
+            model.new_pool(8),
         )  # type: ignore[arg-type]
         table = runner.table()
         theirs = runner.feed(table, ids, 64)

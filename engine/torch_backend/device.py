@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +14,7 @@ from engine.errors import OutOfMemoryError, UsageError
 from engine.gguf_file import GGUFFile
 from engine.kv_layout import MAKERS, numerics_of
 from engine.memory import available_memory
+from engine.model import LoadOptions
 from engine.torch_backend.matrices import Form
 from engine.torch_backend.sizes import block_bytes, least_bytes, weight_bytes
 
@@ -102,30 +102,11 @@ class TorchBackend:
     def token_bytes(self, gguf: GGUFFile) -> int:
         return self.estimate(gguf, "f16")[0]
 
-    def load(
-        self,
-        gguf: GGUFFile,
-        *,
-        threads: int | None,
-        max_rows: int,
-        max_positions: int,
-        kv_type: KVType,
-        progress: Callable[[str, float], None] | None,
-        from_disk: bool = False,
-    ) -> StepModel:
-        assert not from_disk
+    def load(self, gguf: GGUFFile, options: LoadOptions) -> StepModel:
+        assert not options.from_disk
         from engine.torch_backend.model import TorchModel
 
-        return TorchModel(
-            gguf,
-            self.device,
-            self.form,
-            threads=threads,
-            max_rows=max_rows,
-            max_positions=max_positions,
-            kv_type=kv_type,
-            progress=progress,
-        )
+        return TorchModel(gguf, self.device, self.form, options)
 
 
 def choose(name: str, gguf: GGUFFile, kv_type: KVType, draft: GGUFFile | None = None) -> TorchBackend:

@@ -9,7 +9,6 @@ does, and `goinfer-chat check --backend torch` on the machine at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,7 @@ from engine.kernels.attention import PART
 from engine.kernels.rows import CLIP, CLIPPED_SLOPE
 from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
 from engine.kv_layout import KVLayout
-from engine.model import Batch
+from engine.model import Batch, LoadOptions
 from engine.torch_backend.delta import Recurrence, Run, StateStore, runs_of_tile
 from engine.torch_backend.device import Device
 from engine.torch_backend.kv import DevicePool, DeviceStatePool, LayerStore
@@ -70,32 +69,21 @@ class TorchModel:
 
     config: ModelConfig
 
-    def __init__(
-        self,
-        gguf: GGUFFile,
-        device: Device,
-        form: Form,
-        *,
-        threads: int | None = None,
-        max_rows: int = 512,
-        max_positions: int | None = None,
-        kv_type: KVType = "f16",
-        progress: Callable[[str, float], None] | None = None,
-    ) -> None:
+    def __init__(self, gguf: GGUFFile, device: Device, form: Form, options: LoadOptions) -> None:
         """Raises UnsupportedModelError for what this backend does not know, ModelFileError or OutOfMemoryError."""
         config = ModelConfig.from_gguf(gguf)
         on_cpu = device.torch.type == "cpu"
-        if on_cpu and threads is not None:
-            torch.set_num_threads(threads)
-        self.max_positions = max_positions or config.train_context_size
+        if on_cpu and options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self.max_positions = options.max_positions or config.train_context_size
         self.config = config.for_context(self.max_positions)
-        self.kv_type: KVType = kv_type
-        self.kv_layout = KVLayout.of(self.config, kv_type)
+        self.kv_type: KVType = options.kv_type
+        self.kv_layout = KVLayout.of(self.config, self.kv_type)
         self.threads = torch.get_num_threads() if on_cpu else 0
-        self.max_rows = max_rows
+        self.max_rows = options.max_rows
         self.numerics = device.numerics(form)
         self._device, self._form = device, form
-        self._weights = TorchWeights(gguf, self.config, device.torch, form, progress)
+        self._weights = TorchWeights(gguf, self.config, device.torch, form, options.progress)
         self._rope = {
             local: tuple(
                 torch.from_numpy(t).to(device.torch) for t in self.config.rope_tables(self.max_positions, local)

@@ -17,7 +17,7 @@ from engine.generate import Rows
 from engine.gguf_file import open_gguf
 from engine.kv_cache import BlockTable, common_start
 from engine.memory import available_memory, plan_memory
-from engine.model import Model
+from engine.model import LoadOptions, Model
 from engine.step import MAX_ROWS, PrefillPace, to_batch
 from goinfer_chat.bench.work import Work
 
@@ -45,9 +45,8 @@ class Stepper:
             )
             if plan.context_size < num_positions:
                 raise UsageError(f"{num_positions:,} tokens are asked for: {'; '.join(plan.notices)}")
-            self.model = Model.load(
-                gguf, threads=threads, max_rows=MAX_ROWS, max_positions=num_positions, progress=progress
-            )
+            options = LoadOptions(threads=threads, max_rows=MAX_ROWS, max_positions=num_positions, progress=progress)
+            self.model = Model.load(gguf, options)
         pool = self.model.new_pool(plan.num_blocks, plan.num_states, plan.num_checkpoints)
         self._table = BlockTable(pool)
         self._pace = PrefillPace()
