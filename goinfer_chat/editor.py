@@ -17,7 +17,7 @@ def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """The text as VISUAL, EDITOR or vi left it, without line ends behind. Raises UsageError where that failed."""
     chosen = environ.get("VISUAL") or environ.get("EDITOR") or "vi"
     try:
-        command = shlex.split(chosen)
+        command = shlex.split(chosen) or ["vi"]  # of blanks alone, which would run the message as a program
     except ValueError:
         command = [chosen]
     # Only its owner can enter the folder, and it goes with whatever the editor leaves beside the file.

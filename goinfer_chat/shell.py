@@ -55,7 +55,10 @@ def _plain(text: str) -> str:
 def how_it_ended(code: int) -> str:
     """Empty when the command succeeded."""
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        try:
+            return f"ended by {signal.Signals(-code).name}"
+        except ValueError:  # most of the real-time signals have no name
+            return f"ended by signal {-code}"
     return f"exit code {code}" if code else ""
 
 

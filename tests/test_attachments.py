@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UsageError
 from goinfer_chat.attachments import MAX_BYTES, Attachment, matching_files, mentioned, read_attachment, with_attachments
-from goinfer_chat.shell import MAX_OUTPUT_BYTES, run_shell_captured
+from goinfer_chat.shell import MAX_OUTPUT_BYTES, how_it_ended, run_shell_captured
 from goinfer_chat.store import name_from
 
 
@@ -132,6 +132,15 @@ def test_of_a_long_output_the_first_and_the_last_part_are_handed_over() -> None:
     assert output.content.endswith("\n99999\n100000")
     assert re.search(r"\[\.\.\. [\d,]+ bytes left out \.\.\.\]", output.content)
     assert len(output.content) < MAX_OUTPUT_BYTES + 100
+
+
+def test_a_command_that_a_signal_ended_is_told_by_its_name_or_else_by_its_number() -> None:
+    assert [how_it_ended(code) for code in (0, 3, -9, -40)] == [
+        "",
+        "exit code 3",
+        "ended by SIGKILL",
+        "ended by signal 40",
+    ]
 
 
 def test_a_conversation_is_named_after_what_was_typed_and_not_after_a_file() -> None:

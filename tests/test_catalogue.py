@@ -349,6 +349,14 @@ def test_on_a_terminal_a_bar_shows_bytes_rate_and_time_left() -> None:
     assert re.search(r"tiny.*2\.0/2\.0 MB.*B/s.*0:00:00", output.getvalue())
 
 
+def test_brackets_in_the_name_of_a_model_are_shown_and_not_obeyed() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    with progress.download_progress(console, "hf:a/[/b]") as show:
+        show(1, 2)
+    assert "hf:a/[/b]" in output.getvalue()
+
+
 def test_a_dumb_terminal_gets_no_cursor_movement() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, _environ={"TERM": "dumb"})

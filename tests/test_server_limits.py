@@ -18,12 +18,14 @@ from http_server import Answer as Got
 from http_server import Running, read_answer, running_server
 from tiny_models import write_tiny_model
 
+from engine.api import Message
 from engine.errors import UsageError
 from goinfer_chat.server.admission import Admission
 from goinfer_chat.server.chat import read_chat
 from goinfer_chat.server.command import ServeOptions
 from goinfer_chat.server.fields import parse_body
 from goinfer_chat.server.metrics import Metrics, resident_bytes
+from goinfer_chat.server.responses import Stored
 from goinfer_chat.server.security import Limits
 from goinfer_chat.server.served import Models, Served
 from goinfer_chat.server.streaming import Answer, Context
@@ -526,3 +528,14 @@ def test_a_place_goes_past_one_that_leaves_in_the_same_moment() -> None:
         return admission.num_running + admission.num_waiting
 
     assert asyncio.run(play()) == 0
+
+
+def test_responses_kept_for_later_requests_are_bounded_by_their_text_and_not_only_by_their_number() -> None:
+    stored = Stored(max_characters=1000)
+    for number in range(5):
+        stored.add(str(number), (Message(role="user", content="x" * 390),))
+    assert [stored.find(str(number)) is not None for number in range(5)] == [False, False, False, True, True]
+    stored.add("huge", (Message(role="user", content="x" * 2000),))
+    assert stored.find("huge") is None
+    stored.add("after", (Message(role="user", content="x"),))
+    assert stored.find("after") is not None

@@ -30,7 +30,7 @@ def download_progress(console: Console, name: str = "model") -> Iterator[Progres
 
 def _bar(console: Console, name: str) -> Iterator[Progress]:
     columns = (
-        bars.TextColumn("{task.description}"),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.DownloadColumn(),
         bars.TransferSpeedColumn(),

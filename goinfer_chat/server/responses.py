@@ -40,21 +40,35 @@ from goinfer_chat.server.served import Models
 from goinfer_chat.server.streaming import Job, sse
 
 MAX_STORED = 256
+MAX_STORED_CHARACTERS = 64_000_000
+"""Of all stored responses together: a body may have 4 MB, so their number alone does not bound the memory."""
 
 
 class Stored:
     """Messages by the id of the response that they end with, for `previous_response_id`; the oldest go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_characters: int = MAX_STORED_CHARACTERS) -> None:
         self._messages: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
+        self._max_characters = max_characters
+        self._num_characters = 0
 
     def add(self, id: str, messages: tuple[Message, ...]) -> None:
         self._messages[id] = messages
-        while len(self._messages) > MAX_STORED:
-            self._messages.popitem(last=False)
+        self._num_characters += _num_characters(messages)
+        while len(self._messages) > MAX_STORED or self._num_characters > self._max_characters:
+            _, dropped = self._messages.popitem(last=False)
+            self._num_characters -= _num_characters(dropped)
 
     def find(self, id: str) -> tuple[Message, ...] | None:
         return self._messages.get(id)
+
+
+def _num_characters(messages: Sequence[Message]) -> int:
+    """About what the messages take in memory. A message that several responses share counts once for each."""
+    return sum(
+        len(message.content) + len(message.thinking or "") + 8 * len(message.ids or ()) + len(str(message.tool_calls))
+        for message in messages
+    )
 
 
 def read_response(body: Fields, models: Models, stored: Stored) -> Job:
