@@ -72,10 +72,6 @@ class KVPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def used_bytes(self) -> int:
-        return (self.num_blocks - self.num_free) * self.block_bytes
-
     def allocate(self) -> int:
         """A block with one holder, its contents undefined but finite. Raises CacheFullError."""
         if not self._free:

@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import ModelError
 from goinfer_chat.models import catalogue
+from goinfer_chat.settings import Settings
 from goinfer_chat.store import Store
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def model_path() -> Callable[[str], Path]:
     def find(name: str) -> Path:
         if name not in missing:
             try:
-                path = catalogue.ensure(name) if name == catalogue.DEFAULT_MODEL else catalogue.resolve(name)
+                path = catalogue.resolve(name) or (catalogue.pull(name) if name == Settings().model else None)
             except ModelError as error:
                 missing[name] = str(error)
             else:

@@ -21,6 +21,7 @@ from goinfer_chat.models import catalogue, progress
 from goinfer_chat.models.catalogue import CATALOGUE, ModelRow, list_models, models_folder, pull, resolve
 from goinfer_chat.models.hub import choose, group_shards
 from goinfer_chat.models.wheels import WheelParts
+from goinfer_chat.settings import Settings
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_a_models_folder_that_is_a_file_holds_no_models_and_takes_none(
 def test_every_entry_is_sound() -> None:
     names = [model.name for model in CATALOGUE]
     assert len(set(names)) == len(names)
-    assert catalogue.DEFAULT_MODEL in names
+    assert Settings().model in names
     for model in CATALOGUE:
         assert re.fullmatch("[0-9a-f]{64}", model.content.sha256 or "")
         assert model.sources, "a model that cannot be had"
@@ -84,16 +85,16 @@ def test_every_entry_is_sound() -> None:
 
 
 def test_the_default_model_is_here_or_can_be_fetched_and_has_its_checksum() -> None:
-    here = resolve(catalogue.DEFAULT_MODEL)
+    here = resolve(Settings().model)
     try:
-        path = pull(catalogue.DEFAULT_MODEL)
+        path = pull(Settings().model)
     except DownloadError as error:
         if here or "not the right file" in str(error):
             raise
         pytest.skip(f"the default model cannot be had here: {error}")
     with open_gguf(path) as model:
         assert model.metadata["general.architecture"] == "llama"
-    assert resolve(catalogue.DEFAULT_MODEL) == path
+    assert resolve(Settings().model) == path
 
 
 def test_the_models_folder_is_in_the_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def deny(event, arguments):
 sys.addaudithook(deny)
 from goinfer_chat.models import catalogue
 for name in sys.argv[1:]:
-    assert catalogue.ensure(name), name
+    assert catalogue.resolve(name), name
 catalogue.list_models()
 assert not {"huggingface_hub", "httpx2", "ssl", "numpy"} & set(sys.modules)
 print("found")

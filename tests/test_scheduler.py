@@ -70,7 +70,7 @@ def assert_nothing_leaks(engine: LocalEngine) -> None:
     for name in engine._sessions.kept:
         assert len(engine._sessions._tables[name].ids) <= len(engine._sessions._tables[name].blocks) * 64
         engine.forget(name)
-    assert engine._pool.used_bytes == 0
+    assert engine._pool.num_free == engine._pool.num_blocks
 
 
 # ---------------------------------------------------------------- the same words

@@ -130,14 +130,6 @@ class Trees(RuleBasedStateMachine):
                 self.heads[live.id] = self.trees[live.id][questions[-turns]][0]
 
     @precondition(lambda self: self.trees)
-    @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        with self.store.open(self.pick(data)) as live:
-            self.used(live.id)
-            self.heads[live.id] = data.draw(st.sampled_from([None, *self.trees[live.id]]))
-            live.move_to(self.heads[live.id])
-
-    @precondition(lambda self: self.trees)
     @rule(data=st.data(), question=texts)
     def stop_before_the_first_word(self, data: st.DataObject, question: str) -> None:
         with self.store.open(self.pick(data)) as live, live.reply_to([user(question)], model=MODEL):

@@ -6,12 +6,29 @@ import pytest
 
 from goinfer_chat.terminal import Stream
 from goinfer_chat.view.cells import Run, Style
-from goinfer_chat.view.colours import Colour, contrast, depth_of, nearest, of_index
+from goinfer_chat.view.colours import Colour, depth_of, nearest, of_index
 from goinfer_chat.view.themes import PALETTES, ROLES, theme_for
 
 WHITE, PAPER, BLACK, CHARCOAL = (255, 255, 255), (250, 250, 245), (0, 0, 0), (30, 30, 30)
 BARS = ("bar", "reused")
 XTERM = {"TERM": "xterm-256color"}
+
+
+def luminance(colour: Colour) -> float:
+    """Relative luminance, 0 to 1 (WCAG 2.2)."""
+
+    def linear(value: int) -> float:
+        share = value / 255
+        return share / 12.92 if share <= 0.04045 else float(((share + 0.055) / 1.055) ** 2.4)
+
+    red, green, blue = map(linear, colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: Colour, other: Colour) -> float:
+    """1 to 21; text needs 4.5 (WCAG 2.2, level AA), large text and bars 3."""
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
 
 
 def needed(role: str, text: float) -> float:

@@ -71,11 +71,6 @@ class Journal:
             raise ToolError(f"the file was not changed, because no copy of it could be kept: {error}") from error
         self._trim()
 
-    def changed(self, keys: Iterable[str]) -> list[str]:
-        """The paths of files that calls under these keys changed, in that order, each once."""
-        wanted = set(keys)
-        return list(dict.fromkeys(change.path for _, change, _ in self._entries() if change.key in wanted))
-
     def take_back(self, keys: Iterable[str]) -> list[TakenBack]:
         """Put back what the calls under these keys changed, the last change first.
 

@@ -143,10 +143,6 @@ class TorchModel:
         self._device.synchronize()  # its time is this step's, and a cancellation is seen between steps
         return logits
 
-    def _rope_tables(self, local: bool) -> tuple[Tensor, ...]:
-        tables = self.config.rope_tables(self.max_positions, local)
-        return tuple(torch.from_numpy(table).to(self._device.torch) for table in tables)
-
     # ------------------------------------------------------------------ the rows of a pass
     def _indices(self, numbers: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(np.asarray(numbers, np.int64)).to(self._device.torch)

@@ -25,8 +25,6 @@ from goinfer_chat.models import fetch, hub
 from goinfer_chat.models.fetch import Content, Progress, Say
 from goinfer_chat.models.wheels import WheelParts
 
-DEFAULT_MODEL = "smollm2-135m"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
@@ -171,11 +169,6 @@ def _find(model: str) -> Path | None:
         return path
     loose = _whole_models(models_folder(), "*.gguf")
     return models_folder() / loose[model][0] if model in loose else None
-
-
-def ensure(model: str, progress: Progress | None = None, say: Say | None = None) -> Path:
-    """The file of a model, pulled if it is not here. Raises what `pull` raises."""
-    return resolve(model) or pull(model, progress, say)
 
 
 def pull(model: str, progress: Progress | None = None, say: Say | None = None) -> Path:

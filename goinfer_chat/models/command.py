@@ -19,9 +19,8 @@ def show_models(out: Stream) -> int:
     for model in catalogue.list_models():
         where = "here" if model.path else "can be pulled"
         rows.append((model.name, size(model.num_bytes), where, model.licence or "see its page", model.about))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in columns(rows):
+        out.line(line)
     kept = giw_file.list_kept()
     if kept:
         total, cap = sum(k.num_bytes for k in kept), giw_file.cap_bytes()

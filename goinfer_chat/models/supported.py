@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from goinfer_chat.listing import columns
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -97,8 +99,7 @@ def as_json() -> dict[str, Any]:
 def as_text(room: int | None = None) -> str:
     """For a terminal. `room`: its columns; where the table is wider, each row becomes a few lines."""
     rows = [_COLUMNS, *map(_cells, architectures())]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = columns(rows)
     if room is not None and max(map(len, table)) > room:
         table = _narrow(rows[1:], max(room, 24))
     return "\n".join([*table, "", *(f"{_TITLES[what]:<15}{' '.join(names)}" for what, names in lists().items()), _ALL])

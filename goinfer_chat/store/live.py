@@ -114,13 +114,6 @@ class LiveConversation:
         self._stand_at(first.parent)
         return left
 
-    def move_to(self, id: int | None) -> None:
-        """Stand at any message of any branch. Raises UsageError for one that the conversation does not have."""
-        with self._database.reading() as connection:
-            if id is not None and queries.message(connection, self.id, id) is None:
-                raise UsageError(f"the conversation has no message {id}")
-        self._stand_at(id)
-
     def set_system(self, system: str | None) -> None:
         with self._database.writing() as connection:
             queries.set_system(connection, self.id, system)

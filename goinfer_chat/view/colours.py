@@ -1,4 +1,4 @@
-"""Colours as numbers: how many a terminal has, which of them is nearest, how well two can be told apart."""
+"""Colours as numbers: how many a terminal has, and which of them is nearest."""
 
 from __future__ import annotations
 
@@ -47,20 +47,3 @@ def of_index(index: int) -> Colour:
 def nearest(colour: Colour) -> int:
     """The index of xterm's palette that is nearest."""
     return min(range(16, 256), key=lambda index: sum((a - b) ** 2 for a, b in zip(of_index(index), colour)))
-
-
-def luminance(colour: Colour) -> float:
-    """Relative luminance, 0 to 1 (WCAG 2.2)."""
-
-    def linear(value: int) -> float:
-        share = value / 255
-        return share / 12.92 if share <= 0.04045 else float(((share + 0.055) / 1.055) ** 2.4)
-
-    red, green, blue = map(linear, colour)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: Colour, other: Colour) -> float:
-    """1 to 21; text needs 4.5 (WCAG 2.2, level AA), large text and bars 3."""
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
