@@ -103,7 +103,7 @@ def resident(kind: str) -> int:
 
 def run_tokens(path: Path, weights: Path, count: int = 8) -> str:
     """Load from the disk, run tokens one by one, say what it took."""
-    from test_forward import Runner, tokens
+    from forward_runner import Runner, tokens
 
     from engine import giw_file
     from engine.gguf_file import open_gguf

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forward_runner import running, tokens
 from kernel_calls import assert_same_bits
-from test_forward import running, tokens
 from test_running_state import SIZES
 from tiny_models import write_tiny_model
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forward_runner import running, tokens
 from kernel_calls import assert_same_bits
-from test_forward import running, tokens
 from test_memory import GIB, plan
 from tiny_models import write_tiny_model
 
@@ -238,7 +238,7 @@ from pathlib import Path
 from engine import giw_file
 from engine.gguf_file import open_gguf
 from engine.model import LoadOptions, Model
-from test_forward import Runner, tokens
+from forward_runner import Runner, tokens
 from engine.kv_cache import KVPool
 
 def private():

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_forward import running, tokens
+from forward_runner import running, tokens
 from tiny_gemma4 import Gemma4
 from tiny_models import ARCHITECTURES, write_tiny_model
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forward_runner import Runner, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_forward import Runner, tokens
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from engine.arch import ARCHITECTURES as ARCHITECTURE_ROWS

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forward_runner import Runner, running, tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,7 +24,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from kernel_calls import assert_same_bits
-from test_forward import Runner, running, tokens
 from tiny_models import write_tiny_model
 
 from engine import running_state

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forward_models import MODELS
+from forward_runner import Runner, running, tokens
 from kernel_calls import assert_same_bits
-from test_forward import MODELS, Runner, running, tokens
 from tiny_models import random_blocks, write_tiny_model
 
 import engine

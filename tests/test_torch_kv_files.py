@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_forward import Runner, running, tokens
+from forward_runner import Runner, running, tokens
 from tiny_models import write_tiny_model
 
 import engine
