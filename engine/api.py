@@ -145,6 +145,8 @@ class Request:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     speculation: SpeculationMode | None = None
     """None: what the engine was loaded with."""
+    told: str | None = None
+    """A `Prospect.problem` of this conversation that the person has read: no notice says it again."""
     cancel: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set from any thread to stop within half a second; what was generated is kept."""
 

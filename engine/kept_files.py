@@ -127,11 +127,19 @@ class KeptFiles:
         return len(table)
 
     def begin(
-        self, conversation: str, table: BlockTable, prompt_ids: Sequence[int], *, warm: bool, goes_on: bool
+        self,
+        conversation: str,
+        table: BlockTable,
+        prompt_ids: Sequence[int],
+        *,
+        warm: bool,
+        goes_on: bool,
+        told: str | None = None,
     ) -> KeptTurn:
         """Give the table of a conversation that is running what its file has more of the prompt.
 
         `warm`: the conversation was in memory. `goes_on`: it has replies already, so a missing file is worth a word.
+        `told`: a problem of the file that has been said.
         """
         num_known = len(table)
         known = self._files.get(conversation)
@@ -146,6 +154,8 @@ class KeptFiles:
                 problem = None  # it is new, or a fork of what is in memory
             if file.problem is None and goes_on and common_start(file.ids, prompt_ids, 1) == 0:
                 problem = _OF_NO_USE
+            if problem == told:
+                problem = None
             if turn.restored is not None:
                 num_ready = common_start(file.ids, prompt_ids, len(table)) if file.ids else len(table)
                 turn.say(self._resume_line(turn.restored, num_ready, _together(problem, _of_another(file, table))))

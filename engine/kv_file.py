@@ -33,7 +33,7 @@ from engine.kv_folder import (
     unlock,
 )
 from engine.kv_layout import MAX_HEADER_BYTES, SEVERAL, HeaderError, Identity, KVLayout, read_header
-from engine.kv_records import HEAD_BYTES, Piece, RecordLog, num_first_good
+from engine.kv_records import HEAD_BYTES, Found, Piece, RecordLog, num_first_good
 from engine.memory import MOST_CHECKPOINTS
 from engine.running_state import RunningState
 
@@ -250,15 +250,20 @@ class KVFile:
             self.maker = identity.maker
         self._numerics = identity.numerics_version
         log = RecordLog(descriptor, identity.layout, header)
-        whole = log.read_heads()
+        found = log.read_heads()
         self._log = log
-        if not whole:
+        if found is Found.UNFINISHED:
+            self._ends("unfinished", ", as after a kill")
+        elif found is Found.DAMAGED:
             self._damaged()
 
     def _damaged(self) -> None:
+        self._ends("damaged")
+
+    def _ends(self, how: str, why: str = "") -> None:
         count = len(self.ids)
         used = f"the {count:,} before it are used" if count else "nothing of it is used"
-        self.problem = f"damaged from position {count:,} on; {used}"
+        self.problem = f"{how} from position {count:,} on{why}; {used}"
 
     def _let_go(self) -> None:
         descriptor, self._descriptor, self._log, self._other = self._descriptor, None, None, None

@@ -229,12 +229,12 @@ def _check_file(path: Path, info: os.stat_result) -> None:
 
 
 def _not_regular(path: Path) -> str:
-    return f"refused: it is not a regular file; remove {path.name}"
+    return f"refused: it is not a regular file; remove {path}"
 
 
 def _refusal(path: Path, error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.EMLINK):  # Linux and macOS; FreeBSD
-        return f"refused: it is a symbolic link; remove {path.name}"
+        return f"refused: it is a symbolic link; remove {path}"
     if error.errno == errno.EISDIR:
         return _not_regular(path)
     return f"cannot be opened: {error.strerror or error}"

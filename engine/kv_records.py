@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import takewhile
 
 import numpy as np
@@ -33,6 +34,15 @@ HEAD_BYTES = _RECORD.size + _CHECK.size
 """Of a record before its ids."""
 
 _ADD, _CUT, _STATE = 0x2B2B2B2B, 0x2D2D2D2D, 0x23232323
+
+
+class Found(Enum):
+    """What stands at a place where a record may begin."""
+
+    WHOLE = auto()
+    UNFINISHED = auto()
+    """What there is of it is right, and the file ends inside it: whoever appended it was killed meanwhile."""
+    DAMAGED = auto()
 
 
 @dataclass(slots=True)
@@ -149,28 +159,34 @@ class RecordLog:
         self.end += len(head) + len(packed)
         self._check = check
 
-    def read_heads(self) -> bool:
-        """Take in the records up to the end of the file, or to the first that is not whole and right: then False.
+    def read_heads(self) -> Found:
+        """Take in the records up to the end of the file, or to the first that is not whole and right; what that is.
 
         K/V are left for `load` to check. Raises OSError.
         """
-        size = os.fstat(self.descriptor).st_size
-        while self.end < size and self._read_head(size):
-            pass
-        return self.end == size
+        size, found = os.fstat(self.descriptor).st_size, Found.WHOLE
+        while self.end < size and found is Found.WHOLE:
+            found = self._read_head(size)
+        return found
 
-    def _read_head(self, size: int) -> bool:
+    def _read_head(self, size: int) -> Found:
         head = os.pread(self.descriptor, HEAD_BYTES + 4 * BLOCK_SIZE, self.end)
         if len(head) < HEAD_BYTES:
-            return False
+            begun = any(struct.pack("<I", kind).startswith(head[:4]) for kind in (_ADD, _CUT, _STATE))
+            return Found.UNFINISHED if begun else Found.DAMAGED
         kind, start, count, checksum = _RECORD.unpack_from(head)
+        adds = kind == _ADD and start == self.length and 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE
         ids = head[HEAD_BYTES : HEAD_BYTES + 4 * min(count, BLOCK_SIZE)]
+        if adds and len(ids) < 4 * count:
+            return Found.UNFINISHED
         check = zlib.crc32(ids, zlib.crc32(head[: _RECORD.size], self._check))
         if len(ids) != 4 * count or _CHECK.unpack_from(head, _RECORD.size) != (check,):
-            return False
+            return Found.DAMAGED
         offset = self.end + HEAD_BYTES + len(ids)
         end = offset + count * self._layout.position_bytes
-        if kind == _ADD and start == self.length and 0 < count <= BLOCK_SIZE - start % BLOCK_SIZE and end <= size:
+        if adds:
+            if end > size:
+                return Found.UNFINISHED
             piece = Piece(start, count, count, offset, checksum, right=False)
             self._added(np.frombuffer(ids, "<u4").tolist(), piece)
         elif kind == _CUT and start <= self.length and count == 0:
@@ -179,12 +195,12 @@ class RecordLog:
         elif kind == _STATE and 0 < start <= self.length and count == 0 and self._layout.state_bytes:
             end = offset + self._layout.state_bytes
             if end > size:
-                return False
+                return Found.UNFINISHED
             self._has_state(StateRecord(start, offset, checksum))
         else:
-            return False
+            return Found.DAMAGED
         self.end, self._check = end, check
-        return True
+        return Found.WHOLE
 
     def load(self, piece: Piece, block: NDArray[np.uint8], first: int, last: int) -> bool:
         """Put the K/V of positions first .. last - 1 of a piece into their block; False if they are damaged."""

@@ -293,8 +293,8 @@ class Scheduler:
         table = self._sessions.begin(conversation, job.prompt_ids)
         try:
             if self.kept is not None:
-                goes_on = job.request.goes_on
-                job.turn = self.kept.begin(conversation, table, job.prompt_ids, warm=warm, goes_on=goes_on)
+                goes_on, told = job.request.goes_on, job.request.told
+                job.turn = self.kept.begin(conversation, table, job.prompt_ids, warm=warm, goes_on=goes_on, told=told)
                 job.events += job.turn.take_notices()
             job.generation = job.start(table)
         except BaseException:

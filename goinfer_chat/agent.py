@@ -84,6 +84,8 @@ class Agent:
         """Whether calls of a reply are run; if not, the turn ends with the reply that makes them."""
         self.schema: Mapping[str, Any] | bool | None = None
         """What replies must be valid under; None: any text."""
+        self.told_problem: str | None = None
+        """What was said to be wrong with the kept cache of the turn that comes next."""
         self._unanswered: Ask | None = None
         self._answer_with(engine)
         if self.live is not None:
@@ -112,6 +114,9 @@ class Agent:
             ask = replace(ask, after=live.info.head)
         forced, self.next_tool = ask.tool or self.next_tool, None
         must_look, self.must_look = self.must_look, False
+        told, self.told_problem = self.told_problem, None
+        if self.settings.events:
+            told = None  # a program reads the events, a person what was said
         toolbox = self.open_toolbox() if forced is not None else self.toolbox
         if toolbox is not None:
             toolbox.settings = self.settings
@@ -120,6 +125,8 @@ class Agent:
 
         def step(messages: Sequence[Message], after: int | None = HEAD, force: bool = False) -> Turn:
             request = self._request(live, messages, after=after, cancel=cancel, forced=forced, force=force)
+            if force:
+                request = replace(request, told=told)
             if force and must_look and request.tools and request.tool_choice == "auto":
                 request = replace(request, tool_choice="required", parallel_tool_calls=False)
             return self._step(live, messages, after, request)

@@ -105,17 +105,21 @@ def foresee_model(agent: Agent, name: str) -> Prospect | None:
     return prospect if model or prospect is None else replace(prospect, reused_tokens=0, tok_s=None)
 
 
-def sentence(prospect: Prospect | None, *, with_problem: bool = False) -> str:
+def sentence(agent: Agent, prospect: Prospect | None, *, with_problem: bool = False) -> str:
     """What is said before the command; nothing where the next turn costs no more than any turn.
 
-    `with_problem`: what is wrong with the kept cache, where the command itself is no reason to read again.
+    `with_problem`: what is wrong with the kept cache, where the command itself is no reason to read again. The agent
+    is told what has been said of it.
     """
     if prospect is None or prospect.prefill_tokens <= GLUE_TOKENS:
         return ""
     text = f"The next turn prefills {counted(prospect.prefill_tokens, 'token')}"
     if prospect.seconds is not None:
         text += f", about {_seconds(prospect.seconds)}"
-    return text + (f"; the kept cache: {prospect.problem}" if with_problem and prospect.problem else "") + "."
+    if with_problem and prospect.problem:
+        agent.told_problem = prospect.problem
+        text += f"; the kept cache: {prospect.problem}"
+    return text + "."
 
 
 def _seconds(seconds: float) -> str:

@@ -113,14 +113,29 @@ class FilesAgainstLists(RuleBasedStateMachine):
         assert problem == self.problem
         self.file = KVFile.open(self.path, self.conversation.identity)
 
-    @precondition(lambda self: self.path.exists())
+    @precondition(lambda self: self.path.exists() and self.problem is None)
+    @rule(count=st.integers(1, BLOCK_SIZE), share=st.floats(0.01, 0.99))
+    def crash_leaves_part_of_a_record(self, count: int, share: float) -> None:
+        start = len(self.saved)
+        count = min(count, BLOCK_SIZE - start % BLOCK_SIZE)
+        data = self.path.read_bytes()
+        check = records(data, self.layout)[-1].check if len(data) > header_bytes(data) else header_check(data)
+        kv, ids = bytes(count * self.layout.position_bytes), np.arange(count, dtype="<u4").tobytes()
+        head = struct.pack("<4I", 0x2B2B2B2B, start, count, zlib.crc32(kv))
+        record = head + struct.pack("<I", zlib.crc32(ids, zlib.crc32(head, check))) + ids + kv
+        self.leave(record[: max(1, int(share * len(record)))], "unfinished", ", as after a kill")
+
+    @precondition(lambda self: self.path.exists() and self.problem is None)
     @rule(junk=st.binary(min_size=1, max_size=400))
-    def crash_leaves_part_of_a_record(self, junk: bytes) -> None:
+    def something_else_writes_behind_it(self, junk: bytes) -> None:
+        self.leave(b"?" + junk, "damaged")
+
+    def leave(self, behind: bytes, how: str, why: str = "") -> None:
         with self.path.open("ab") as file:
-            file.write(junk)
+            file.write(behind)
         count = len(self.saved)
         used = f"the {count} before it are used" if count else "nothing of it is used"
-        self.problem = f"damaged from position {count} on; {used}"
+        self.problem = f"{how} from position {count} on{why}; {used}"
 
     @invariant()
     def nobody_else_gets_the_file(self) -> None:
@@ -151,6 +166,11 @@ class Record(NamedTuple):
     data: int
     """Where the K/V begin."""
     end: int
+    check: int
+
+
+def header_check(data: bytes) -> int:
+    return zlib.crc32(data[: header_bytes(data) - 4])
 
 
 def header_bytes(data: bytes) -> int:
@@ -161,7 +181,7 @@ def records(data: bytes, layout: KVLayout = SMALL) -> list[Record]:
     """Those of a file that is whole, read as docs/giw-kv.md has it."""
     found = []
     offset = header_bytes(data)
-    check = zlib.crc32(data[: offset - 4])
+    check = header_check(data)
     while offset < len(data):
         kind, start, count, data_checksum, expected = struct.unpack_from("<5I", data, offset)
         first = offset + 20 + 4 * count
@@ -171,7 +191,7 @@ def records(data: bytes, layout: KVLayout = SMALL) -> list[Record]:
         assert kind in (0x2B2B2B2B, 0x2D2D2D2D)
         assert data_checksum == zlib.crc32(data[first:end])
         ids = list(struct.unpack_from(f"<{count}I", data, offset + 20))
-        found.append(Record(kind == 0x2D2D2D2D, start, ids, offset, first, end))
+        found.append(Record(kind == 0x2D2D2D2D, start, ids, offset, first, end, check))
         offset = end
     return found
 
@@ -218,6 +238,8 @@ def test_a_file_cut_at_any_byte_gives_what_its_whole_records_say(path: Path, who
         ids, problem = restored(path)
         assert ids == [token for token, _ in replay([r for r in all_records if r.end <= size])], size
         assert (problem is None) == (size in ends), size
+        if size > min(ends) and problem is not None:
+            assert problem.startswith(f"unfinished from position {len(ids)} on, as after a kill; "), size
         if size % 11 == 0:
             save_again(path, range(130))
 
@@ -265,7 +287,8 @@ def test_records_whose_checksums_are_right_and_numbers_are_not_are_refused(path:
         record += struct.pack("<I", zlib.crc32(ids, zlib.crc32(record, check)))
         path.write_bytes(header + record + ids + data)
         with KVFile.open(path, identity()) as file:
-            assert file.ids or file.problem == "damaged from position 0 on; nothing of it is used"
+            how = "damaged" if num_bytes != 3 * size - 1 else "unfinished"
+            assert file.ids or str(file.problem).startswith(f"{how} from position 0 on")
             return len(file.ids)
 
     assert taken_in(add, 0, 3, 3, 3 * size, check) == 3

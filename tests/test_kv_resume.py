@@ -560,7 +560,8 @@ def be_a_link(path: Path) -> None:
 
 
 DAMAGES = [
-    (cut_in_half, r"resumed 192 of 192 tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
+    (cut_in_half,
+     r"resumed 192 of 192 tokens, .* ms; unfinished from position 192 on, as after a kill; the 192 before it are used"),
     (lambda path: flip(path, path.stat().st_size // 2),
      r"resumed 192 of \d+ tokens, .* ms; damaged from position 192 on; the 192 before it are used"),
     (lambda path: flip(path, 300), r"not resumed: damaged from position 0 on; nothing of it is used"),
@@ -571,7 +572,7 @@ DAMAGES = [
     (be_empty, r"not resumed: it is empty"),
     (cut_to_its_header, r"not resumed: it holds nothing of what was said"),
     (be_something_else, r"not resumed: it is not a .giw-kv file"),
-    (be_a_link, r"not resumed and not saved: refused: it is a symbolic link; remove work.giw-kv"),
+    (be_a_link, r"not resumed and not saved: refused: it is a symbolic link; remove /.*/kept/work.giw-kv"),
 ]  # fmt: skip
 """What is done to a file, and what is said of it."""
 
@@ -609,12 +610,39 @@ def test_what_a_turn_will_cost_is_known_before_it_whatever_became_of_the_file(
     with make(folder) as engine:
         request = Request(messages=tuple(chat.messages), conversation="work")
         problem = engine.foresee(request).problem
-        assert problem is None if "nothing of what was said" in said else problem is not None and problem in said
+        if "nothing of what was said" in said:
+            assert problem is None
+        else:
+            assert problem is not None
+            assert_matches(re.split("not saved: |not resumed: |ms; ", said)[-1], problem)
         assert path.read_bytes() == before
         assert chat.ask(engine, "go on").ids == cold_ids(chat, 4)
         chat.ask(engine, "and on")
         harm(path)
         chat.ask(engine, "from memory")
+
+
+@pytest.mark.parametrize(
+    ("harm", "left"),
+    [(cut_in_half, r"resumed 192 of 192 tokens, [\d.]+ ms"), (be_empty, None), (lambda path: flip(path, 300), None)],
+)
+def test_what_was_told_of_a_file_before_a_turn_is_not_told_in_it(
+    harm: Callable[[Path], None], left: str | None, folder: Path
+) -> None:
+    chat, _ = started(folder)
+    harm(path_of(folder, "work"))
+    with make(folder) as engine:
+        told = engine.foresee(Request(messages=tuple(chat.messages), conversation="work")).problem
+        assert told
+        chat.ask(engine, "go on", told=told)
+        assert len(chat.said) == (left is not None)
+        for line in chat.said:
+            assert_matches(left or "", line)
+    other, _ = started(folder / "other")
+    harm(path_of(folder / "other", "work"))
+    with make(folder / "other") as engine:
+        other.ask(engine, "go on", told="damaged from position 7 on; the 7 before it are used")
+        assert told in other.said[0]
 
 
 @pytest.mark.parametrize("shared", [0, 20, 100])

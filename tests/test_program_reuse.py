@@ -164,8 +164,8 @@ def test_a_damaged_cache_costs_a_prefill_and_changes_no_word(
     )
     (turn,) = program.ask(*how, "--resume", "w", lines=["what did I say?"])
     assert program.code == 0
-    told = {"empty": "it is empty"}.get(damage, "damaged from position")
-    assert told in program.stderr
+    told = {"empty": "it is empty", "cut in half": "unfinished from position"}.get(damage, "damaged from position")
+    assert program.stderr.count(told) == 1
     script = ["some words about rivers " * 12, "what did I say?"]
     *_, cold = program.ask(*how, "--kv-sessions", 0, "--ephemeral", lines=script)
     assert ids_of([turn]) == ids_of([cold])

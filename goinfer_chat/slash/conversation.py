@@ -153,7 +153,7 @@ def cost(agent: Agent, ask: Ask | None = None) -> str:
     """What to say before the next turn, or the one that asks this; nothing where it costs no more than any turn."""
     there = standing(agent) if ask is None else about_to_ask(agent, ask)
     with suppress(GoinferError):  # the next turn says it
-        return sentence(foresee(agent, there), with_problem=ask is None)
+        return sentence(agent, foresee(agent, there), with_problem=ask is None)
     return ""
 
 

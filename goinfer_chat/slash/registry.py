@@ -136,7 +136,7 @@ class Registry:
         if command is None or command.costs is None or turn_is_running():
             return ""
         with suppress(GoinferError):
-            return sentence(command.costs(agent, line.argument), with_problem=command.tells_problem)
+            return sentence(agent, command.costs(agent, line.argument), with_problem=command.tells_problem)
         return ""
 
     def find(self, name: str) -> Command:
