@@ -32,8 +32,8 @@ Flags = dict[str, Any]
 """Values by setting name; None where a flag was not given."""
 
 EPILOG = (
-    "Each flag has a variable too: --top-k is GOINFER_CHAT_TOP_K; the flag counts first. "
-    "Both count before the settings file, for which `goinfer-chat config` is a pattern."
+    "Each flag can also be set by an environment variable (--top-k by GOINFER_CHAT_TOP_K) or in the settings file "
+    "(`goinfer-chat config` prints one to start from). A flag wins over a variable, a variable over the file."
 )
 
 
@@ -99,7 +99,7 @@ def _failed(error: Exception) -> int:
 def build_app(make_engine: EngineFactory) -> typer.Typer:
     app = typer.Typer(
         rich_markup_mode=None,
-        help="Chat with a language model in the terminal, on an exact engine of its own.",
+        help="Chat with a language model in the terminal. Without a command: start a chat.",
         epilog=EPILOG,
     )
 
@@ -122,14 +122,14 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
             case ("models" | "pull" | "sessions") as name if any(
                 value is not None for flag, value in flags.items() if (name, flag) != ("sessions", "session_dir")
             ):
-                raise UsageError(f"{name} takes none of the flags before it")
+                raise UsageError(f"{name} takes none of the flags that stand before it; leave them out")
             case _:
                 return 0
 
     @app.command("chat", epilog=EPILOG)
     @with_settings
     def chat_command(context: typer.Context, flags: Flags) -> int:
-        """Talk at a prompt, or run a script from standard input. The default command."""
+        """Chat at a prompt, or with the lines of standard input. This is the default command."""
         from goinfer_chat.modes import chat
 
         return chat(resolve(given_flags(context, flags), os.environ), make_engine)
@@ -139,18 +139,22 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     def run_command(
         context: typer.Context,
         flags: Flags,
-        question: Annotated[str | None, typer.Argument(help="What to ask; - reads all of standard input.")] = None,
-        tool: Annotated[str | None, typer.Option(metavar="TOOL", help="Make a call of this tool and print it.")] = None,
-        execute: Annotated[bool, typer.Option("--execute", help="Run the call of --tool too.")] = False,
+        question: Annotated[str | None, typer.Argument(help="The question; - reads it from standard input.")] = None,
+        tool: Annotated[
+            str | None, typer.Option(metavar="TOOL", help="Have the model call this tool, and print the call.")
+        ] = None,
+        execute: Annotated[
+            bool, typer.Option("--execute", help="With --tool: also run the call, and print its result.")
+        ] = False,
         attach: Annotated[
             list[str] | None,
-            typer.Option(metavar="FILE[#10-40]", help="Put a file, or lines of it, into the message; may be repeated."),
+            typer.Option(metavar="FILE[#10-40]", help="Attach a file, or some lines of it; may be repeated."),
         ] = None,
         schema: Annotated[
-            str | None, typer.Option(metavar="FILE", help="The reply is JSON that is valid under this schema.")
+            str | None, typer.Option(metavar="FILE", help="Make the reply JSON that is valid under this JSON schema.")
         ] = None,
     ) -> int:
-        """Answer one question, or the turns of standard input, and end."""
+        """Answer one question, or each line of standard input, and exit."""
         settings = resolve(given_flags(context, flags), os.environ)
         if tool is None and execute:
             raise UsageError("--execute runs the call of --tool; give both")
@@ -174,7 +178,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     def agent_command(
         context: typer.Context,
         flags: Flags,
-        task: Annotated[str | None, typer.Argument(help="What to do; - reads all of standard input.")] = None,
+        task: Annotated[str | None, typer.Argument(help="The task; - reads it from standard input.")] = None,
     ) -> int:
         """Work on a task in this folder with tools, until it is done."""
         from goinfer_chat.calls.modes import run_agent
@@ -191,10 +195,12 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
     @app.command("models")
     def models_command(
-        supported: Annotated[bool, typer.Option("--supported", help="Show what kinds of models run instead.")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="With --supported: as JSON.")] = False,
+        supported: Annotated[
+            bool, typer.Option("--supported", help="List the architectures and tensor types that run instead.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="With --supported: print JSON.")] = False,
     ) -> int:
-        """Show the models that are here and those that can be had."""
+        """List the models on this machine and those that can be downloaded."""
         from goinfer_chat.models.command import show_models, show_supported
 
         if as_json and not supported:
@@ -203,9 +209,11 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
     @app.command("pull")
     def pull_command(
-        model: Annotated[str, typer.Argument(help="A name of `models`, hf:OWNER/REPO[:FILE or QUANT], or a path.")],
+        model: Annotated[
+            str, typer.Argument(help="A name that `models` lists, hf:OWNER/REPO[:FILE or QUANT], or a path.")
+        ],
     ) -> int:
-        """Fetch a model and check it."""
+        """Download a model, verify it, and print the path of its file."""
         from goinfer_chat.models.command import pull_model
 
         return pull_model(model, Stream(sys.stdout), Stream(sys.stderr))
@@ -215,9 +223,11 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     def check_command(
         context: typer.Context,
         flags: Flags,
-        perplexity: Annotated[str | None, typer.Option(metavar="FILE", help="Score this UTF-8 text instead.")] = None,
+        perplexity: Annotated[
+            str | None, typer.Option(metavar="FILE", help="Measure perplexity on this UTF-8 text instead.")
+        ] = None,
     ) -> int:
-        """See what to expect of this machine, in two minutes; or a model's quality, as its perplexity on a text."""
+        """Measure how fast a model runs on this machine (two minutes); or how well it predicts a text."""
         settings = resolve(given_flags(context, flags), os.environ)
         if perplexity is None and settings.backend == "torch":
             from goinfer_chat.torch_check import check_torch

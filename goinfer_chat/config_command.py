@@ -16,7 +16,7 @@ from goinfer_chat.resolving import from_environment, resolve
 from goinfer_chat.settings import SETTINGS
 from goinfer_chat.terminal import Stream, true_text
 
-Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="This settings file.")]
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Use this settings file.")]
 
 
 def config_app() -> typer.Typer:
@@ -24,7 +24,7 @@ def config_app() -> typer.Typer:
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
-        help="The settings file. Without a command: print a commented one that changes nothing.",
+        help="Show or create the settings file. Without a command: print a commented one that changes nothing.",
     )
 
     @app.callback(invoke_without_command=True)
@@ -37,18 +37,18 @@ def config_app() -> typer.Typer:
 
     @app.command("path")
     def path_command(context: typer.Context, config: Config = None) -> int:
-        """Print where the file is, or would be."""
+        """Print the path of the settings file, whether or not it exists."""
         Stream(sys.stdout).line(true_text(str(_path(_flags(context) | _given(config)))))
         return 0
 
     @app.command("init")
     def init_command(context: typer.Context, config: Config = None) -> int:
-        """Write the commented file, if there is none, and print where."""
+        """Create the commented settings file, unless there is one, and print its path."""
         return _init(_path(_flags(context) | _given(config)))
 
     @app.command("show")
     def show_command(context: typer.Context, config: Config = None) -> int:
-        """Show every setting that is not at its default, and what set it."""
+        """Show the settings that are not at their defaults, and what set each."""
         return _show(_flags(context) | _given(config))
 
     return app

@@ -46,7 +46,7 @@ def run_repl(agent: Agent, terminal: QuietTerminal, screen: Stream, make_view: C
             except EOFError:
                 return 0
             except LineCleared:
-                screen.line("Ctrl-D or /quit ends", dim=True)
+                screen.line("Ctrl-D or /quit leaves the program", dim=True)
             except OutputError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried

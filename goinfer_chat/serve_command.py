@@ -27,16 +27,27 @@ _FLAGS: Final = (
 _SETTINGS: Final = tuple(setting for setting in SETTINGS if setting.flag in _FLAGS)
 
 Models = Annotated[
-    list[str] | None, typer.Option("--model", metavar="[NAME=]MODEL", help="A model to serve; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--model", metavar="[NAME=]MODEL", help="A model to serve, and the name clients use for it; may be repeated."
+    ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help=f"What clients must know. {KEY_VARIABLE} keeps it out of lists."),
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help=f"The key that clients must send; better set {KEY_VARIABLE}, which lists of processes do not show.",
+    ),
 ]
-KeyFile = Annotated[str | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the key.")]
+KeyFile = Annotated[str | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the API key.")]
 Origins = Annotated[
     list[str] | None,
-    typer.Option("--allow-origin", metavar="ORIGIN", help="A page that may ask, as https://host; may be repeated."),
+    typer.Option(
+        "--allow-origin",
+        metavar="ORIGIN",
+        help="A web origin whose pages may use the server, such as https://host; may be repeated.",
+    ),
 ]
 
 
@@ -48,21 +59,27 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         context: typer.Context,
         flags: Flags,
         model: Models = None,
-        host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
-        port: Annotated[int, typer.Option(metavar="N", help="0 takes any that is free.")] = 8080,
+        host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+        port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 picks a free one.")] = 8080,
         api_key: Key = None,
         api_key_file: KeyFile = None,
         allow_origin: Origins = None,
-        max_concurrent: Annotated[int, typer.Option(metavar="N", help="Replies that share each step.")] = 4,
-        max_queue: Annotated[int, typer.Option(metavar="N", help="Requests that may wait for one to end.")] = 16,
-        max_inflight: Annotated[int, typer.Option(metavar="N", help="Requests in progress in any state.")] = 64,
-        max_body: Annotated[str, typer.Option(metavar="SIZE", help="Of a request at most.")] = "4MB",
+        max_concurrent: Annotated[
+            int, typer.Option(metavar="N", help="How many replies are generated at the same time.")
+        ] = 4,
+        max_queue: Annotated[
+            int, typer.Option(metavar="N", help="How many more requests may wait for their turn.")
+        ] = 16,
+        max_inflight: Annotated[
+            int, typer.Option(metavar="N", help="Most requests in progress, whatever they are waiting for.")
+        ] = 64,
+        max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "4MB",
         prefill_chunk: Annotated[
             int | None,
-            typer.Option(metavar="N", help="Prompt tokens of a step while others decode."),
+            typer.Option(metavar="N", help="Prompt tokens read per step while other replies are generated."),
         ] = None,
     ) -> int:
-        """Answer over HTTP, in the words of OpenAI's and Anthropic's APIs."""
+        """Serve models over HTTP, with OpenAI's and Anthropic's APIs."""
         from goinfer_chat.server.command import ServeOptions, serve
         from goinfer_chat.server.security import Limits
 
@@ -80,7 +97,9 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         )
         side = Stream(None) if settings.quiet else Stream(sys.stderr)
         if api_key is not None:
-            side.line(f"others may read --api-key in the list of processes; a key in {KEY_VARIABLE} is not shown there")
+            side.line(
+                f"other users can read --api-key in the list of processes; use {KEY_VARIABLE} or --api-key-file instead"
+            )
         return serve(settings, options, make_engine, Stream(sys.stdout), side)
 
     return command

@@ -19,20 +19,28 @@ def _take_session_dir(context: typer.Context, folder: str | None) -> str | None:
 
 SessionDir = Annotated[
     str | None,
-    typer.Option("--session-dir", metavar="DIR", help="Folder of the kept conversations.", callback=_take_session_dir),
+    typer.Option(
+        "--session-dir", metavar="DIR", help="Folder where conversations are kept.", callback=_take_session_dir
+    ),
 ]
 """Every command has it, as flags may stand behind a command; the callback puts it where `_folder_of` finds it."""
 
-Key = Annotated[str, typer.Argument(metavar="NAME", help="Name, id, or the start of an id.", parser=true_text)]
-At = Annotated[int | None, typer.Option("--at", metavar="ID", help="Down to this message, on whichever branch it is.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Key = Annotated[
+    str, typer.Argument(metavar="NAME", help="A conversation's name, its id, or the start of its id.", parser=true_text)
+]
+At = Annotated[
+    int | None, typer.Option("--at", metavar="ID", help="Only down to this message, on whichever branch it is.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 def sessions_app() -> typer.Typer:
     """The command group, for the program's own application."""
     app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, help="Kept conversations; without a command, list them."
+        add_completion=False,
+        rich_markup_mode=None,
+        help="List, show, search and change the kept conversations. Without a command: list them.",
     )
 
     @app.callback(invoke_without_command=True)
@@ -46,11 +54,11 @@ def sessions_app() -> typer.Typer:
     @app.command("list")
     def list_command(
         context: typer.Context,
-        limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="So many at most.")] = None,
+        limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")] = None,
         as_json: Json = False,
         _folder: SessionDir = None,
     ) -> int:
-        """Show conversations, the one used last first."""
+        """List conversations, the most recently used first."""
         from goinfer_chat import session_actions as actions
 
         return actions.list_conversations(_folder_of(context), limit, as_json=as_json)
@@ -59,7 +67,7 @@ def sessions_app() -> typer.Typer:
     def show_command(
         context: typer.Context, key: Key, at: At = None, as_json: Json = False, _folder: SessionDir = None
     ) -> int:
-        """Print a conversation."""
+        """Print the messages of a conversation."""
         from goinfer_chat import session_actions as actions
 
         return actions.show(_folder_of(context), key, at, as_json=as_json)
@@ -69,13 +77,13 @@ def sessions_app() -> typer.Typer:
         context: typer.Context,
         words: Annotated[list[str], typer.Argument(metavar="WORDS...", help='Words, or a "phrase".', parser=true_text)],
         within: Annotated[
-            str | None, typer.Option("--in", metavar="NAME", help="In this conversation only.", parser=true_text)
+            str | None, typer.Option("--in", metavar="NAME", help="Search only this conversation.", parser=true_text)
         ] = None,
-        limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many at most.")] = 20,
+        limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")] = 20,
         as_json: Json = False,
         _folder: SessionDir = None,
     ) -> int:
-        """Find messages that hold all the words, on any branch; newest first."""
+        """Find messages that contain all the words, on any branch; newest first."""
         from goinfer_chat import session_actions as actions
 
         return actions.search(_folder_of(context), " ".join(words), within, limit, as_json=as_json)
@@ -87,7 +95,7 @@ def sessions_app() -> typer.Typer:
         name: Annotated[str, typer.Argument(metavar="NEW", parser=true_text)],
         _folder: SessionDir = None,
     ) -> int:
-        """Give a conversation another name."""
+        """Rename a conversation."""
         from goinfer_chat import session_actions as actions
 
         return actions.rename(_folder_of(context), key, name)
@@ -99,7 +107,7 @@ def sessions_app() -> typer.Typer:
         yes: Yes = False,
         _folder: SessionDir = None,
     ) -> int:
-        """Delete conversations with their caches; nothing of them is left."""
+        """Delete conversations and their caches for good."""
         from goinfer_chat import session_actions as actions
 
         return actions.delete(_folder_of(context), keys, yes=yes)
@@ -108,11 +116,11 @@ def sessions_app() -> typer.Typer:
     def fork_command(
         context: typer.Context,
         key: Key,
-        name: Annotated[str | None, typer.Argument(metavar="[NEW]", help="Its name.", parser=true_text)] = None,
+        name: Annotated[str | None, typer.Argument(metavar="[NEW]", help="Name of the copy.", parser=true_text)] = None,
         at: At = None,
         _folder: SessionDir = None,
     ) -> int:
-        """Begin another conversation with the same words and the same cache."""
+        """Copy a conversation, with its cache."""
         from goinfer_chat import session_actions as actions
 
         return actions.fork(_folder_of(context), key, name, at)
@@ -122,16 +130,22 @@ def sessions_app() -> typer.Typer:
         context: typer.Context,
         key: Key,
         form: Annotated[
-            Literal["markdown", "json"], typer.Option("--format", help="markdown to read, json to import.")
+            Literal["markdown", "json"],
+            typer.Option("--format", help="markdown is for reading, json can be imported again."),
         ] = "markdown",
         output: Annotated[
-            str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; else standard output.")
+            str | None,
+            typer.Option(
+                "--output", "-o", metavar="FILE", help="Write to this file; if not given, to standard output."
+            ),
         ] = None,
-        kv: Annotated[bool, typer.Option("--kv", help="Also the cache, as FILE with the ending .giw-kv.")] = False,
-        force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+        kv: Annotated[
+            bool, typer.Option("--kv", help="Also write the cache, beside FILE with the ending .giw-kv.")
+        ] = False,
+        force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
         _folder: SessionDir = None,
     ) -> int:
-        """Write a conversation as Markdown or JSON."""
+        """Export a conversation as Markdown or JSON."""
         from goinfer_chat import session_actions as actions
 
         return actions.export(_folder_of(context), key, form, output, kv=kv, force=force)
@@ -139,23 +153,26 @@ def sessions_app() -> typer.Typer:
     @app.command("import")
     def import_command(
         context: typer.Context,
-        file: Annotated[str, typer.Argument(metavar="FILE", help="An export in JSON; - reads standard input.")],
+        file: Annotated[str, typer.Argument(metavar="FILE", help="A JSON export; - reads standard input.")],
         name: Annotated[
-            str | None, typer.Option("--name", metavar="NAME", parser=true_text, help="Its name here.")
+            str | None, typer.Option("--name", metavar="NAME", parser=true_text, help="Name to give it here.")
         ] = None,
         kv: Annotated[
-            bool, typer.Option("--kv", help="Also the ids of replies and the cache beside FILE; for files of your own.")
+            bool,
+            typer.Option(
+                "--kv", help="Also take the token ids of replies and the cache beside FILE; only for files you trust."
+            ),
         ] = False,
         _folder: SessionDir = None,
     ) -> int:
-        """Take in a conversation that was exported as JSON."""
+        """Import a conversation that was exported as JSON."""
         from goinfer_chat import session_actions as actions
 
         return actions.import_file(_folder_of(context), file, name, kv=kv)
 
     @app.command("set-aside")
     def set_aside_command(context: typer.Context, yes: Yes = False, _folder: SessionDir = None) -> int:
-        """Move a damaged store out of the way, so that a new one can begin."""
+        """Move a damaged store out of the way, so that a new one can be made."""
         from goinfer_chat import session_actions as actions
 
         return actions.move_aside(_folder_of(context), yes=yes)

@@ -159,7 +159,7 @@ def test_help_names_every_command_and_explains_one(agent: Agent) -> None:
         f"/{command.name}" for commands in COMMANDS.topics.values() for command in commands
     ]
     assert run(agent, "help /top-k") == run(agent, "help top-k")
-    assert "Keep the k most likely" in run(agent, "help top-k")
+    assert "likeliest tokens" in run(agent, "help top-k")
 
 
 def test_help_is_by_topic_and_lists_one_topic_alone(agent: Agent) -> None:

@@ -223,7 +223,7 @@ def test_new_and_reset_begin_another_and_the_last_one_is_kept(start: Start) -> N
     assert asked(agent) == ["second"]
     assert run(agent, "reset").text == "A new conversation. second is kept."
     assert agent.engine.forgotten == []
-    assert [line.split(" |")[0] for line in recent(agent)[:2]] == ["second", "first"]
+    assert [line.split(" |")[0] for line in recent(agent)[1:3]] == ["second", "first"]
 
 
 def test_resume_goes_on_under_the_system_prompt_of_the_conversation(start: Start) -> None:
@@ -255,7 +255,7 @@ def test_a_resumed_conversation_shows_where_it_stands(start: Start) -> None:
     play(agent, "\n".join(f"line {number}" for number in range(20)))
     end(agent)
     lines = resumed(start(continue_last=True)).splitlines()
-    assert lines[0].startswith("Going on with line 0 line 1")
+    assert lines[0].startswith('Continuing "line 0 line 1')
     assert lines[1:3] == ["> line 0", "line 1"]
     assert lines[-2:] == ["…", "One said"]
 
@@ -288,12 +288,12 @@ def test_ids_of_another_model_are_left_out_and_used_again_when_it_is_back(start:
 def test_fork_goes_on_with_a_copy_and_leaves_the_first_as_it_was(start: Start) -> None:
     agent = start(save="work")
     play(agent, "first")
-    assert run(agent, "fork other").text == "Going on with a copy, other."
+    assert run(agent, "fork other").text == 'Continuing in a copy, "other".'
     play(agent, "second")
     assert words(agent) == ["first", "One said", "second", "Two said"]
     run(agent, "resume work")
     assert words(agent) == ["first", "One said"]
-    assert run(agent, "fork").text == "Going on with a copy, work (2)."
+    assert run(agent, "fork").text == 'Continuing in a copy, "work (2)".'
 
 
 def test_rename_gives_a_name_also_before_the_first_turn(start: Start) -> None:
@@ -390,8 +390,8 @@ def test_undo_stands_before_a_question_and_nothing_is_lost(start: Start) -> None
     agent = start()
     for question in ("first", "second", "third"):
         play(agent, question)
-    assert run(agent, "undo").text == "Back before: third\nThe conversation has 4 messages."
-    assert run(agent, "undo 2").text == "Back before: first\nThe conversation has 0 messages."
+    assert run(agent, "undo").text == "Undone: third\nThe conversation has 4 messages."
+    assert run(agent, "undo 2").text == "Undone: first\nThe conversation has 0 messages."
     play(agent, "fourth")
     assert asked(agent) == ["fourth"]
     assert len(agent.live.tree()) == 8

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from pty_terminal import Terminal
 
+from goinfer_chat.slash.conversation import EARLIER
 from goinfer_chat.store import Store
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
@@ -106,7 +107,7 @@ def test_a_script_goes_on_in_another_process(program: Program, folder: Path) -> 
     done = program("--resume", "work", stdin="b\n")
     assert (done.returncode, done.stdout) == (0, "One said\n")
     going_on, figures = done.stderr.splitlines()
-    assert going_on.startswith("Going on with work: 2 messages.")
+    assert going_on.startswith('Continuing "work": 2 messages.')
     assert figures.startswith("prompt 10 (")
     assert program("run", "c", "--continue", "--quiet").stderr == ""
     assert kept(folder, "work") == ["a", "One said", "b", "One said", "c", "One said"]
@@ -128,7 +129,7 @@ def test_what_a_command_or_a_start_costs_is_said_before_it_happens(program: Prog
     assert lines[at + 1] == "System prompt: Be brief."
     assert [line for line in lines[at + 2 :] if "prefills" in line] == ["The next turn prefills 13 tokens, about 3 s."]
     lines = program("--resume", "work", stdin="x\n").stderr.splitlines()
-    assert lines[:2] == ["Going on with work: 2 messages.", "The next turn prefills 17 tokens, about 4 s."]
+    assert lines[:2] == ['Continuing "work": 2 messages.', "The next turn prefills 17 tokens, about 4 s."]
     assert "prefills" not in program("--resume", "work", "--quiet", stdin="x\n").stderr
 
 
@@ -152,7 +153,7 @@ def test_only_one_conversation_can_be_asked_for_and_a_flag_counts_before_the_var
     done = program("--ephemeral", "--quiet", stdin="b\n", env={"GOINFER_CHAT_CONTINUE": "on"})
     assert (done.returncode, done.stdout) == (0, "One said\n")
     done = program(stdin="b\n", env={"GOINFER_CHAT_RESUME": "work"})
-    assert done.stderr.startswith("Going on with work")
+    assert done.stderr.startswith('Continuing "work"')
 
 
 def test_what_is_asked_for_and_not_there_is_wrong_usage(program: Program) -> None:
@@ -247,15 +248,15 @@ def test_the_next_start_shows_recent_conversations_and_tab_completes_their_names
     terminal = start()
     terminal.wait_for_prompt()
     assert [line.split(" |")[0] for line in terminal.lines[2:6]] == [
+        EARLIER,
         "d",
         "c",
         "b",
-        "/resume NAME goes on with one, --continue with the first; /sessions lists all",
     ]
     terminal.send("/resume Why\t")
     terminal.wait("> /resume Why is the sky blue?")
     terminal.send(ENTER)
-    terminal.wait("Going on with Why is the sky blue?: 2 messages.")
+    terminal.wait('Continuing "Why is the sky blue?": 2 messages.')
     terminal.wait_for_prompt()
     say(terminal, "and now", "TTFT")
     leave(terminal)
@@ -278,7 +279,7 @@ def test_continue_shows_the_last_exchange_and_goes_on(start: Callable[..., Termi
     leave(terminal)
     terminal = start("--continue")
     terminal.wait_for_prompt()
-    assert terminal.lines[2].startswith("Going on with Why is the sky blue?: 2 messages.")
+    assert terminal.lines[2].startswith('Continuing "Why is the sky blue?": 2 messages.')
     assert "> Why is the sky blue?" in terminal.lines
     assert "One said" in terminal.lines
     say(terminal, "b", "prompt 14 (")

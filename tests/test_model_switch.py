@@ -239,4 +239,4 @@ def test_scripts_switch_the_model_too(models: tuple[Path, Path], folder: Path) -
     assert done.returncode == 0, done.stderr
     replies = [json.loads(line) for line in done.stdout.splitlines()]
     assert [reply["prefill_reused_tokens"] for reply in replies] == [0, 0, replies[0]["context_used"]]
-    assert "Going on with Tiny gemma3 (" in done.stderr
+    assert "Switched to Tiny gemma3 (" in done.stderr

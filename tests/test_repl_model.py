@@ -183,7 +183,7 @@ def test_after_undo_and_retry_the_next_turn_is_as_from_cold(
     first = ask(terminal, "Name three rivers.")
     ask(terminal, "And three lakes.")
     terminal.send("/undo" + ENTER)
-    terminal.wait("Back before: And three lakes.")
+    terminal.wait("Undone: And three lakes.")
     terminal.wait_for_prompt()
     other = ask(terminal, "And three hills.")
     assert other["prefill_reused_tokens"] >= len(first["prompt_ids"]) + len(first["reply_ids"])
@@ -201,7 +201,7 @@ def test_a_fork_takes_the_cache_along_and_a_deleted_conversation_leaves_none(
     terminal = start(*flags, "--save", "work")
     first = ask(terminal, "Name three rivers.")
     terminal.send("/fork other" + ENTER)
-    terminal.wait("Going on with a copy, other.")
+    terminal.wait('Continuing in a copy, "other".')
     terminal.send(CTRL_D)
     assert terminal.wait_for_end() == 0
     assert len(list(folder.glob("*.giw-kv"))) == 2

@@ -509,7 +509,7 @@ def test_undo_takes_back_the_files_the_turn_changed(make: Make, project: Path, k
     play(agent)
     assert (project / "a.txt").read_text() == "1\ntwo\n"
     outcome = COMMANDS.run(agent, CommandLine("undo", ""))
-    assert outcome.text.splitlines()[-1] == "Taken back: a.txt, b.txt"
+    assert outcome.text.splitlines()[-1] == "Restored: a.txt, b.txt"
     assert (project / "a.txt").read_text() == "one\ntwo\n"
     assert not (project / "b.txt").exists()
 
@@ -524,8 +524,8 @@ def test_undo_takes_back_files_after_a_restart_and_leaves_what_a_person_changed(
     agent.resume(None)
     lines = COMMANDS.run(agent, CommandLine("undo", "")).text.splitlines()
     assert lines[-2:] == [
-        "Taken back: a.txt",
-        "Not taken back: b.txt: it was changed since, so it is left as it is",
+        "Restored: a.txt",
+        "Not restored: b.txt: it was changed since, so it is left as it is",
     ]
     assert (project / "b.txt").read_text() == "mine"
 

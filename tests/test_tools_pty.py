@@ -215,5 +215,5 @@ def test_undo_at_the_prompt_takes_files_back(start: Start, project: Path) -> Non
     terminal.wait_for_prompt()
     assert (project / "b.txt").exists()
     terminal.send("/undo" + ENTER)
-    terminal.wait("Taken back: b.txt")
+    terminal.wait("Restored: b.txt")
     assert not (project / "b.txt").exists()

@@ -42,20 +42,25 @@ class _HasObject(Protocol):
 
 Row = TypeVar("Row", bound=_HasObject)
 
-PeerName = Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Measure this one in turn: llama.cpp.")]
+PeerName = Annotated[
+    str | None, typer.Option("--peer", metavar="NAME", help="Also measure this program, in turn with ours: llama.cpp.")
+]
 PeerPython = Annotated[
-    str | None, typer.Option("--peer-python", metavar="PATH", help="The Python that has the peer. [default: this one]")
+    str | None,
+    typer.Option("--peer-python", metavar="PATH", help="The Python that the peer is installed in. [default: this one]"),
 ]
 Spec = Annotated[
     str,
-    typer.Option("--spec", metavar="NAME", help="Measured in turn with plain decoding: ngram or model."),
+    typer.Option("--spec", metavar="NAME", help="Compare this way of guessing with plain decoding: ngram or model."),
 ]
-Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How often everything is measured.")]
+Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How many times to measure everything.")]
 
 
 def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.Typer:
     """The commands, with what makes an engine and the environment that settings come from."""
-    app = typer.Typer(help="Measure how fast a model runs here, beside the machine's limits.", rich_markup_mode=None)
+    app = typer.Typer(
+        help="Measure how fast a model runs here, compared with the limits of the machine.", rich_markup_mode=None
+    )
 
     def settings_of(context: typer.Context, flags: Flags) -> Settings:
         return resolve(given_flags(context, flags), environ)
@@ -65,15 +70,21 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def speed_command(
         context: typer.Context,
         flags: Flags,
-        prefill: Annotated[str, typer.Option(metavar="N,N", help="Tokens of the prompts; or none.")] = "512,3020",
-        depth: Annotated[str, typer.Option(metavar="N,N", help="Tokens in the cache before decoding.")] = "128,2048",
-        rows: Annotated[str, typer.Option(metavar="N,N", help="Rows of a step, to see what each costs.")] = "none",
-        tokens: Annotated[int, typer.Option(metavar="N", help="Tokens decoded each time.")] = 64,
+        prefill: Annotated[
+            str, typer.Option(metavar="N,N", help="Lengths of the prompts in tokens; or none.")
+        ] = "512,3020",
+        depth: Annotated[
+            str, typer.Option(metavar="N,N", help="Tokens in the cache when decoding starts.")
+        ] = "128,2048",
+        rows: Annotated[
+            str, typer.Option(metavar="N,N", help="Numbers of rows per step, to see what each costs.")
+        ] = "none",
+        tokens: Annotated[int, typer.Option(metavar="N", help="How many tokens to decode each time.")] = 64,
         repeat: Repeat = 5,
         peer: PeerName = None,
         peer_python: PeerPython = None,
     ) -> int:
-        """Prefill and decode with given tokens, beside the limits of the machine."""
+        """Measure prefill and decode, compared with the limits of the machine."""
         from goinfer_chat.bench.speed import Plan
 
         plan = Plan(
@@ -90,16 +101,16 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def replay_command(
         context: typer.Context,
         flags: Flags,
-        turns: Annotated[int, typer.Option(metavar="N", help="Turns of the session.")] = 10,
-        reuse: Annotated[bool, typer.Option(help="Keep what was read before, or read everything each turn.")] = True,
-        both: Annotated[bool, typer.Option("--both", help="Measure without reuse too, and show it beside.")] = False,
-        restart: Annotated[bool, typer.Option("--restart", help="Start anew before each turn.")] = False,
-        tool_schemas: Annotated[int, typer.Option(metavar="N", help="Tools in the prompt: 4 to 25.")] = 4,
+        turns: Annotated[int, typer.Option(metavar="N", help="Number of turns in the session.")] = 10,
+        reuse: Annotated[bool, typer.Option(help="Reuse what was read before, or read everything each turn.")] = True,
+        both: Annotated[bool, typer.Option("--both", help="Also measure without reuse, and show both.")] = False,
+        restart: Annotated[bool, typer.Option("--restart", help="Restart the engine before each turn.")] = False,
+        tool_schemas: Annotated[int, typer.Option(metavar="N", help="Number of tools in the prompt, 4 to 25.")] = 4,
         repeat: Repeat = 3,
         peer: PeerName = None,
         peer_python: PeerPython = None,
     ) -> int:
-        """The time to the first token in each turn of a coding agent's session."""
+        """Measure the time to the first token, turn by turn, in a coding agent's session."""
         _at_least_one(repeat)
         if both and not reuse:
             raise UsageError("--both measures with and without reuse; leave out --no-reuse")
@@ -112,14 +123,14 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     @app.command("copy")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
     def copy_command(context: typer.Context, flags: Flags, spec: Spec = "off", repeat: Repeat = 3) -> int:
-        """Decoding of a reply that repeats code of the prompt."""
+        """Measure decoding of a reply that repeats code from the prompt."""
         _at_least_one(repeat)
         return _traffic(settings_of(context, flags), make_engine, "copy", spec, repeat)
 
     @app.command("chat")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
     def chat_command(context: typer.Context, flags: Flags, spec: Spec = "off", repeat: Repeat = 3) -> int:
-        """Decoding of replies to ordinary questions."""
+        """Measure decoding of replies to ordinary questions."""
         _at_least_one(repeat)
         return _traffic(settings_of(context, flags), make_engine, "chat", spec, repeat)
 
@@ -128,11 +139,13 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def clients_command(
         context: typer.Context,
         flags: Flags,
-        clients: Annotated[int, typer.Option("--clients", metavar="N", help="Conversations at once.")] = 4,
+        clients: Annotated[
+            int, typer.Option("--clients", metavar="N", help="Number of conversations at the same time.")
+        ] = 4,
         spec: Spec = "off",
         repeat: Repeat = 3,
     ) -> int:
-        """Several conversations that share the model, beside one after the other."""
+        """Measure several conversations at the same time, compared with one after the other."""
         _at_least_one(repeat)
         if not 2 <= clients <= 32:
             raise UsageError(f"clients must be between 2 and 32, not {clients}")
@@ -143,10 +156,17 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def agents_command(
         context: typer.Context,
         flags: Flags,
-        slots: Annotated[str, typer.Option(metavar="N,N", help="Places to run and to stay in memory.")] = "2,4",
-        conversations: Annotated[int, typer.Option(metavar="N", help="Agents at once.")] = 3,
-        turns: Annotated[int, typer.Option(metavar="N", help="Turns of each.")] = 10,
-        scale: Annotated[float, typer.Option(metavar="X", help="1: 6,000 tokens at first, 1,600 each turn.")] = 0.1,
+        slots: Annotated[
+            str, typer.Option(metavar="N,N", help="How many agents may run, and stay in memory, at a time.")
+        ] = "2,4",
+        conversations: Annotated[int, typer.Option(metavar="N", help="Number of agents at the same time.")] = 3,
+        turns: Annotated[int, typer.Option(metavar="N", help="Number of turns of each agent.")] = 10,
+        scale: Annotated[
+            float,
+            typer.Option(
+                metavar="X", help="Length of the texts; at 1, 6,000 tokens at first and 1,600 more each turn."
+            ),
+        ] = 0.1,
     ) -> int:
         """Agents that run at the same time, over HTTP, with a slot each and with fewer."""
         from goinfer_chat.bench.agents import Load

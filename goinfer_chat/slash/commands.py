@@ -33,19 +33,19 @@ def _help(registry: Callable[[], Registry]) -> Command:
     return Command(
         name="help",
         arguments="[COMMAND | TOPIC]",
-        help="List the commands, those of a topic, or explain one.",
+        help="List all commands or those of a topic, or explain one command.",
         run=run,
         complete=lambda _agent: [*registry().topics, *(command.name for command in registry().commands)],
     )
 
 
 _MESSAGE: Final = (
-    ("Alt-Enter, Ctrl-J", "begin another line; so does pasting"),
-    ('"""', "a line of nothing else starts and ends a message of several lines"),
-    ("@FILE, @FILE#10-40", "puts a file, or lines of it, into the message"),
-    ("!COMMAND, !!COMMAND", "runs a command; !! also puts what it prints into the next message"),
-    ("//", "begins a message that starts with /"),
-    ("Ctrl-R, Ctrl-X Ctrl-E", "search what was typed; write in $EDITOR"),
+    ("Alt-Enter, Ctrl-J", "start another line"),
+    ('"""', "alone on a line, starts and ends a message of several lines"),
+    ("@FILE, @FILE#10-40", "attach a file, or some lines of it"),
+    ("!COMMAND, !!COMMAND", "run a shell command; !! also attaches its output to the next message"),
+    ("//", "starts a message that begins with /"),
+    ("Ctrl-R, Ctrl-X Ctrl-E", "search what you typed before; write in $EDITOR"),
 )
 
 
@@ -70,7 +70,7 @@ def build_registry() -> Registry:
     registry = Registry(
         [
             _help(lambda: registry),
-            Command(name="quit", help="End the program; so does Ctrl-D.", run=_quit, aliases=("exit", "bye")),
+            Command(name="quit", help="Leave the program; Ctrl-D does too.", run=_quit, aliases=("exit", "bye")),
             *CONVERSATION_COMMANDS,
             *MESSAGE_COMMANDS,
             *TOOL_COMMANDS,

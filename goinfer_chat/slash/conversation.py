@@ -22,6 +22,7 @@ from tools import TakenBack
 LIST_LENGTH: Final = 20
 NUM_RECENT: Final = 3
 """How many conversations a start shows."""
+EARLIER: Final = "Earlier conversations (/resume NAME continues one, /sessions lists all):"
 
 
 # -- what is said about the conversation that goes on ------------------------------------------------------------------
@@ -39,7 +40,7 @@ def resumed(agent: Agent, *, with_words: bool = True) -> str:
     """Where the conversation stands that now goes on; for a person, also what was said last."""
     assert agent.live is not None
     info, path = agent.live.info, agent.live.path()
-    lines = [f"Going on with {name_of(info)}: {counted(len(path), 'message')}."]
+    lines = [f'Continuing "{name_of(info)}": {counted(len(path), "message")}.']
     if info.model is not None and info.model.identity != agent.model.identity:
         lines.append(f"The model of its last turn was {info.model.name}.")
     words = [
@@ -57,13 +58,13 @@ def resumed(agent: Agent, *, with_words: bool = True) -> str:
 
 
 def recent(agent: Agent) -> list[str]:
-    """A line for each of the conversations used last, and one that says how to go on with them. Raises StoreError."""
+    """How to go on with earlier conversations, and a line for each of those used last. Raises StoreError."""
     conversations = agent.conversations.recent(NUM_RECENT) if agent.conversations.keep else []
     lines = [
         f"{name_of(conversation)} | {counted(conversation.num_messages, 'message')} | {when(conversation.updated)}"
         for conversation in conversations
     ]
-    return [*lines, "/resume NAME goes on with one, --continue with the first; /sessions lists all"] if lines else []
+    return [EARLIER, *lines] if lines else []
 
 
 # -- which one goes on -------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def _rename(agent: Agent, argument: str) -> Outcome:
 def _fork(agent: Agent, argument: str) -> Outcome:
     fork = agent.fork(argument or None)
     problem = f"\n{fork.kv_problem}" if fork.kv_problem else ""
-    return Outcome(f"Going on with a copy, {name_of(fork.conversation)}.{problem}")
+    return Outcome(f'Continuing in a copy, "{name_of(fork.conversation)}".{problem}')
 
 
 def _delete(agent: Agent, argument: str) -> Outcome:
@@ -127,15 +128,15 @@ def _undo(agent: Agent, argument: str) -> Outcome:
     left, files = agent.undo(parse_int(argument) if argument else 1)
     assert agent.live is not None
     remaining = counted(len(agent.live.path()), "message")
-    lines = [f"Back before: {excerpt(left[0].message.content, 1)}", f"The conversation has {remaining}."]
+    lines = [f"Undone: {excerpt(left[0].message.content, 1)}", f"The conversation has {remaining}."]
     return Outcome("\n".join([*lines, *undone_lines(files)]))
 
 
 def undone_lines(files: Sequence[TakenBack]) -> list[str]:
     """What became of the files that tools had changed."""
     back = [file.path for file in files if file.problem is None]
-    lines = [f"Taken back: {', '.join(back)}"] if back else []
-    return lines + [f"Not taken back: {file.path}: {file.problem}" for file in files if file.problem is not None]
+    lines = [f"Restored: {', '.join(back)}"] if back else []
+    return lines + [f"Not restored: {file.path}: {file.problem}" for file in files if file.problem is not None]
 
 
 def _retry(agent: Agent, _argument: str) -> Outcome:
@@ -220,7 +221,7 @@ CONVERSATION_COMMANDS: Final = (
     Command(
         name="new",
         topic="conversations",
-        help="Begin a new conversation; a kept one stays.",
+        help="Start a new conversation; the present one stays if it is kept.",
         run=_new,
         costs=_cost_of_new,
         aliases=("reset", "clear"),
@@ -229,14 +230,14 @@ CONVERSATION_COMMANDS: Final = (
         name="sessions",
         arguments="[N]",
         topic="conversations",
-        help="List the kept conversations, the one used last first.",
+        help="List the kept conversations, the most recently used first.",
         run=_sessions,
     ),
     Command(
         name="resume",
         arguments="[NAME]",
         topic="conversations",
-        help="Go on with a kept conversation; without a name, with the one used last.",
+        help="Continue a kept conversation; without a name, the one used last.",
         run=_resume,
         costs=_cost_of_resume,
         tells_problem=True,
@@ -246,14 +247,14 @@ CONVERSATION_COMMANDS: Final = (
         name="rename",
         arguments="NAME",
         topic="conversations",
-        help="Call this conversation NAME, and keep it.",
+        help="Rename this conversation; one that was not kept is kept from here on.",
         run=_rename,
     ),
     Command(
         name="fork",
         arguments="[NAME]",
         topic="conversations",
-        help="Go on with a copy of this conversation.",
+        help="Continue in a copy of this conversation.",
         run=_fork,
         costs=_cost_of_fork,
     ),
@@ -261,7 +262,7 @@ CONVERSATION_COMMANDS: Final = (
         name="undo",
         arguments="[N]",
         topic="asking again",
-        help="Go back before the last question, or before the N last; files that tools changed go back too.",
+        help="Take back the last question and its answer, or the last N; files that tools changed are restored.",
         run=_undo,
         costs=_cost_of_undo,
     ),
@@ -270,7 +271,7 @@ CONVERSATION_COMMANDS: Final = (
         name="edit",
         arguments="[TEXT]",
         topic="asking again",
-        help="Ask TEXT in place of the last question; without TEXT, change it in $EDITOR.",
+        help="Replace the last question by TEXT and ask again; without TEXT, edit it in $EDITOR.",
         run=_edit,
         costs=_cost_of_edit,
     ),
@@ -278,7 +279,7 @@ CONVERSATION_COMMANDS: Final = (
         name="delete",
         arguments="NAME",
         topic="conversations",
-        help="Delete a conversation and its cache; nothing is left of it.",
+        help="Delete a conversation and its cache for good.",
         run=_delete,
         complete=_names,
     ),
@@ -286,7 +287,7 @@ CONVERSATION_COMMANDS: Final = (
         name="search",
         arguments="WORDS",
         topic="conversations",
-        help="Find messages that hold all the words.",
+        help="Find messages that contain all the words.",
         run=_search,
     ),
     Command(
@@ -294,7 +295,7 @@ CONVERSATION_COMMANDS: Final = (
         arguments="FILE",
         takes_file=True,
         topic="conversations",
-        help="Write this conversation to FILE: as JSON if it ends in .json, else as Markdown.",
+        help="Write this conversation to FILE, as JSON if its name ends in .json, else as Markdown.",
         run=_export,
     ),
 )

@@ -40,8 +40,8 @@ MESSAGE_COMMANDS: Final = (
     Command(
         name="attach",
         arguments="[FILE[#10-40] | none]",
-        help="Put a file, or lines of it, into the next message; so does @FILE in a message. "
-        "Without FILE, show what is in it.",
+        help="Attach a file, or some lines of it, to the next message, as @FILE in a message does. "
+        "Without FILE, show what is attached.",
         topic="files and commands",
         takes_file=True,
         run=_attach,
@@ -49,7 +49,7 @@ MESSAGE_COMMANDS: Final = (
     Command(
         name="shell",
         arguments="COMMAND",
-        help="Run a command, as !COMMAND does; !!COMMAND also puts what it prints into the next message.",
+        help="Run a shell command, as !COMMAND does; !!COMMAND also attaches its output to the next message.",
         topic="files and commands",
         run=_shell,
     ),

@@ -15,11 +15,11 @@ from goinfer_chat.view.render import banner, notices
 def _model(agent: Agent, argument: str) -> Outcome:
     if not argument:
         others = [name for name in _here(agent) if name != agent.settings.model]
-        more = f"\nHere are also: {', '.join(others)}." if others else ""
+        more = f"\nAlso on this machine: {', '.join(others)}." if others else ""
         return Outcome(f"{banner(agent.engine.info)[0]}{more}")
     agent.use_model(argument)
     info = agent.engine.info
-    return Outcome("\n".join([f"Going on with {banner(info)[0]}.", *notices(info)]))
+    return Outcome("\n".join([f"Switched to {banner(info)[0]}.", *notices(info)]))
 
 
 def _here(_agent: Agent) -> Sequence[str]:
@@ -30,7 +30,7 @@ MODEL_COMMANDS: Final = (
     Command(
         name="model",
         arguments="[NAME]",
-        help="Go on with another model, which reads what was said; without a name, show which one answers.",
+        help="Switch to another model, which rereads the conversation; without a name, show the present one.",
         topic="model",
         run=_model,
         costs=lambda agent, argument: foresee_model(agent, argument) if argument else None,

@@ -146,7 +146,7 @@ class Registry:
         begun = [known for known in self._by_name if known.startswith(name)] if name else []
         near = begun if len(begun) == 1 else get_close_matches(name, self._by_name, n=1)
         advice = f"did you mean /{near[0]}?" if near else "/help lists the commands"
-        raise UsageError(f"there is no command /{name}; {advice} (a message may start with //)")
+        raise UsageError(f"there is no command /{name}; {advice} (a message that starts with / is typed with //)")
 
     def completions(self, agent: Agent, text: str) -> list[Completion]:
         """What the name or the argument of a command line could become. Empty for other lines."""

@@ -178,7 +178,7 @@ def setting_commands() -> list[Command]:
         Command(
             name="set",
             arguments="[NAME [VALUE]]",
-            help="Show or change a setting; without a name, show all that a chat can change.",
+            help="Show or change a setting; without a name, show all that can be changed here.",
             topic="settings",
             run=_set,
             costs=_cost_of_set,
@@ -187,18 +187,23 @@ def setting_commands() -> list[Command]:
         Command(
             name="save-settings",
             arguments="[PROFILE]",
-            help="Write what this chat changed to the settings file, or to a profile of it.",
+            help="Save what was changed in this chat to the settings file, or to a profile in it.",
             topic="settings",
             run=_save,
         ),
         Command(
             name="system",
             arguments="[TEXT | none]",
-            help="Show or change the system prompt; the words so far are read again under it.",
+            help="Show or change the system prompt; after a change the conversation is reread.",
             topic="settings",
             run=_system,
             costs=_cost_of_system,
         ),
-        Command(name="params", help="Show every setting, the model and the context.", topic="settings", run=_params),
+        Command(
+            name="params",
+            help="Show all settings, the model, and how full the context is.",
+            topic="settings",
+            run=_params,
+        ),
         *(_setting(setting) for setting in _IN_CHAT),
     ]

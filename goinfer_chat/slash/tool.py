@@ -126,7 +126,7 @@ TOOL_COMMANDS: Final = (
     Command(
         name="tools",
         arguments="[on | off | NAME...]",
-        help="Show the tools, turn them on or off, or turn single ones on or off.",
+        help="List the tools, or turn all or some of them on or off.",
         topic="tools",
         run=_tools,
         costs=_cost_of_tools,
@@ -135,7 +135,7 @@ TOOL_COMMANDS: Final = (
     Command(
         name="call",
         arguments="TOOL [TEXT]",
-        help="The reply to TEXT, or else the next one, calls this tool.",
+        help="Make the reply to TEXT, or else the next reply, call this tool.",
         topic="tools",
         run=_call,
         costs=_cost_of_call,
@@ -144,7 +144,7 @@ TOOL_COMMANDS: Final = (
     Command(
         name="json",
         arguments="[FILE | SCHEMA | on | off]",
-        help="Replies are JSON, valid under a schema, until /json off.",
+        help="Make replies JSON that is valid under a schema, until /json off.",
         topic="tools",
         run=_json,
         complete=lambda agent: ["on", "off"],
@@ -152,7 +152,7 @@ TOOL_COMMANDS: Final = (
     Command(
         name="approvals",
         arguments="[clear]",
-        help="Show what may run without a question; clear forgets what was allowed for this folder.",
+        help="Show what may run without asking; clear removes what was allowed for this folder.",
         topic="tools",
         run=_approvals,
         complete=lambda agent: ["clear"],

@@ -68,15 +68,17 @@ VIEW_COMMANDS: Final = (
     Command(
         name="copy",
         arguments="[N] [FILE]",
-        help="Copy the last reply, or its block of code N, to the clipboard or into FILE.",
+        help="Copy the last reply, or its code block N, to the clipboard or into FILE.",
         topic="screen",
         run=_copy,
     ),
     Command(
         name="thinking",
-        help="Show what the model thought before its last reply.",
+        help="Show the model's reasoning before its last reply.",
         topic="screen",
         run=_thinking,
     ),
-    Command(name="stats", help="Show the figures of this conversation, turn by turn.", topic="screen", run=_stats),
+    Command(
+        name="stats", help="Show the figures of this conversation, turn by turn, as charts.", topic="screen", run=_stats
+    ),
 )
