@@ -72,7 +72,11 @@ def prepare(folder: Path) -> None:
             folder.chmod(0o700)
         leftovers = list(folder.glob(f"*{SUFFIX}{_TEMPORARY}"))
     except OSError as error:
-        raise UsageError(f"{folder}: conversations cannot be kept there: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            other = next(p for p in (*reversed(folder.parents), folder) if os.path.lexists(p) and not p.is_dir())
+            reason = f"{other} is not a folder; choose another place"
+        raise UsageError(f"{folder}: conversations cannot be kept there: {reason}") from error
     for leftover in leftovers:
         with contextlib.suppress(KVFileError, OSError):
             _remove(leftover)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import UsageError
-from goinfer_chat.files import make_folder, reason_of, write_new
+from goinfer_chat.files import make_folder, write_new
 from goinfer_chat.resolving import from_environment, resolve
 from goinfer_chat.settings import SETTINGS
 from goinfer_chat.terminal import Stream, true_text
@@ -74,12 +74,12 @@ def _path(flags: Mapping[str, Any]) -> Path:
 
 
 def _init(path: Path) -> int:
-    from goinfer_chat.settings_file import template
+    from goinfer_chat.settings_file import not_written, template
 
     try:
         make_folder(path.parent)
     except OSError as error:
-        raise UsageError(f"{true_text(str(path))} cannot be written: {reason_of(error)}") from None
+        raise not_written(path, error) from None
     write_new(path, template())
     Stream(sys.stdout).line(true_text(str(path)))
     return 0

@@ -19,8 +19,17 @@ LOCK_SECONDS: Final = 5.0
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 
 
+class NoFolderError(NotADirectoryError):
+    """Something that is no folder, `filename`, stands where one is needed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.ENOTDIR, "it is not a folder", str(path))
+
+
 def reason_of(error: Exception) -> str:
     """Why a file could not be used, for the end of a sentence: what the system says, or that its bytes are not text."""
+    if isinstance(error, NoFolderError):
+        return f"{true_text(str(error.filename))} is not a folder"
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     return (isinstance(error, OSError) and error.strerror) or str(error)
@@ -49,10 +58,13 @@ def write_new(path: Path, text: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and what is missing above it for its owner alone. Raises OSError."""
+    """Create `folder` and what is missing above it for its owner alone. Raises OSError, NoFolderError."""
     for part in (*reversed(folder.parents), folder):
         if not part.is_dir():
-            part.mkdir(mode=0o700, exist_ok=True)
+            try:
+                part.mkdir(mode=0o700, exist_ok=True)
+            except FileExistsError:
+                raise NoFolderError(part) from None
 
 
 def create_private(path: Path) -> int:

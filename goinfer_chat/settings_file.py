@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import UsageError
-from goinfer_chat.files import changing, make_folder, reason_of, write_private
+from goinfer_chat.files import NoFolderError, changing, make_folder, reason_of, write_private
 from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings, checked
 from goinfer_chat.terminal import true_text
 from goinfer_chat.values import checked_int, did_you_mean, parse_size, shown, written_size
@@ -210,7 +210,13 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
             after = _changed_text(path, where, values, profile)
             write_private(target, iter([after.encode()]))
     except (OSError, UnicodeEncodeError) as error:
-        raise UsageError(f"{where} cannot be written: {reason_of(error)}") from None
+        raise not_written(path, error) from None
+
+
+def not_written(path: Path, error: Exception) -> UsageError:
+    """What is said of a settings file that could not be written."""
+    advice = "; --config FILE names another place" if isinstance(error, NoFolderError) else ""
+    return UsageError(f"{true_text(str(path))} cannot be written: {reason_of(error)}{advice}")
 
 
 def _changed_text(path: Path, where: str, values: Mapping[str, Any], profile: str | None) -> str:

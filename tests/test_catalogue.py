@@ -61,7 +61,8 @@ def test_a_models_folder_that_is_a_file_holds_no_models_and_takes_none(
     (tmp_path / "file").touch()
     monkeypatch.setenv("GOINFER_CHAT_MODELS", str(tmp_path / "file"))
     assert [row.path for row in list_models()] == [None] * len(CATALOGUE)
-    with pytest.raises(DownloadError):
+    said = "/file: it is not a folder; name a folder that can be written to in GOINFER_CHAT_MODELS"
+    with pytest.raises(DownloadError, match=said):
         pull(str(tiny))
 
 

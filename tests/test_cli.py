@@ -586,7 +586,7 @@ def test_a_models_folder_that_is_none_is_named(tmp_path: Path) -> None:
         env=environment({"GOINFER_CHAT_MODELS": "/dev/null", "HF_ENDPOINT": "http://127.0.0.1:9"}),
     )
     assert done.returncode == 3
-    assert b"/dev/null: File exists; name a folder that can be written to in GOINFER_CHAT_MODELS" in done.stderr
+    assert b"/dev/null: it is not a folder; name a folder that can be written to in GOINFER_CHAT_MODELS" in done.stderr
 
 
 # Files and commands in scripts

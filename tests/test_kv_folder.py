@@ -86,8 +86,9 @@ def test_a_file_that_is_written_anew_is_the_owners_alone_at_every_moment(
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="conversations cannot be kept there"):
-        prepare(tmp_path / "file" / "kv")
+    for folder in (tmp_path / "file", tmp_path / "file" / "kv"):
+        with pytest.raises(UsageError, match=r"kept there: .*/file is not a folder; choose another place"):
+            prepare(folder)
 
 
 @pytest.mark.parametrize("suffix", ["", ".tmp"])

@@ -373,7 +373,7 @@ def test_a_home_that_nothing_can_be_written_to_costs_what_is_kept_and_not_the_ch
     terminal.send("hi" + ENTER)
     assert sent(terminal) == "hi"
     terminal.send("/temperature 0.1" + ENTER + "/save-settings" + ENTER)
-    terminal.wait("config.toml cannot be written: File exists")
+    terminal.wait("config.toml cannot be written: /dev/null is not a folder")
     terminal.wait_for_prompt()
     terminal.send(UP + UP + UP)
     terminal.wait("> hi")

@@ -252,6 +252,15 @@ def test_config_prints_writes_and_shows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_in_place_of_the_folder_is_named_and_another_place_can_be(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    done = config("config", "init", home=tmp_path / "taken")
+    said = f"{tmp_path}/taken/goinfer-chat/config.toml cannot be written: {tmp_path}/taken is not a folder"
+    assert (done.returncode, done.stderr) == (2, f"error: {said}; --config FILE names another place\n")
+    with pytest.raises(UsageError, match=f"{tmp_path}/taken is not a folder; --config FILE names another place"):
+        save_settings(tmp_path / "taken" / "config.toml", {"seed": 1})
+
+
 def test_a_broken_file_is_one_line_and_code_2_and_config_path_still_answers(tmp_path: Path) -> None:
     file = tmp_path / "goinfer-chat" / "config.toml"
     file.parent.mkdir()

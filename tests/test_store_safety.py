@@ -574,7 +574,6 @@ def test_a_folder_that_cannot_be_written_is_said() -> None:
 
 def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="--session-dir"):
-        Store(tmp_path / "file")
-    with pytest.raises(StoreError, match="--session-dir"):
-        Store(tmp_path / "file" / "below")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="/file: it is not a folder; choose another folder with --session-dir"):
+            Store(folder)
