@@ -91,7 +91,7 @@ class ContextExceededError(GoinferError):
         over = prompt_tokens - context_size + 1
         super().__init__(
             f"the prompt has {prompt_tokens:,} tokens, which is {over:,} more than fit into the context of "
-            f"{context_size:,} (one is kept for the reply); shorten it, /reset, or start with a larger --ctx"
+            f"{context_size:,} (one is kept for the reply); shorten it, or start with a larger --ctx"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from engine.errors import UsageError
+from engine.errors import ContextExceededError, UsageError
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.amounts import counted
 from goinfer_chat.attachments import mentioned
@@ -50,7 +50,7 @@ def run_repl(agent: Agent, terminal: QuietTerminal, screen: Stream, make_view: C
             except OutputError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a turn does, the next one can be tried
-                report_error(error, screen)
+                report_error(error, screen, repl.advice(error))
         return ending.exit_code or 0
 
 
@@ -83,6 +83,13 @@ class Repl:
             with suppress(StoreError):  # the first turn says it
                 for line in recent(agent):
                     screen.line(line, dim=True)
+
+    def advice(self, error: Exception) -> str:
+        """What can be done about it at a prompt, beside what the error says."""
+        live = self._agent.live
+        if isinstance(error, ContextExceededError) and live is not None and live.info.has_words:
+            return "/new begins a new conversation"
+        return ""
 
     def step(self) -> bool:
         """Read a line, a block or a message of several lines, and do it. False when the program ends."""

@@ -146,6 +146,13 @@ def test_json_gives_one_object_a_turn(program) -> None:
     assert first["acceptance"] is None
 
 
+def test_a_question_that_is_too_long_is_not_answered_with_what_only_a_chat_can_do(program) -> None:
+    done = program([{"error": "context"}], "run", "a")
+    said = "error: the prompt has 9,000 tokens, which is 809 more than fit into the context of 8,192 (one is kept for "
+    assert done.stderr.decode() == said + "the reply); shorten it, or start with a larger --ctx\n"
+    assert done.returncode == 4
+
+
 def test_json_makes_an_error_an_object_and_keeps_the_exit_code(program) -> None:
     done = program([*HELLO, {"error": "context"}], "--json", "--quiet", stdin=b"a\nb\nc\n")
     first, last = [json.loads(line) for line in done.stdout.splitlines()]

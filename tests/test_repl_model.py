@@ -133,8 +133,12 @@ def test_a_prompt_too_long_is_one_line_with_both_numbers_and_costs_only_its_turn
     terminal.wait("error: ")
     terminal.wait_for_prompt()
     assert re.search("error: the prompt has 231 tokens.*the context of *128", "".join(terminal.lines))
+    assert "/new" not in terminal.text  # nothing has been said that could be left
     terminal.send("Hi" + ENTER)
     terminal.wait("prompt 31 (")
+    terminal.send("word " * 200 + ENTER)
+    said = r"larger --ctx; +/new *begins a new conversation"
+    terminal.wait(lambda: re.search(said, " ".join(terminal.lines)) is not None)
 
 
 def test_the_terminal_is_as_it_was_after_interrupts_and_ctrl_d(start: Callable[..., Terminal]) -> None:

@@ -378,10 +378,13 @@ def exit_code(error: Exception) -> int:
     return error.exit_code if isinstance(error, GoinferError) else GoinferError.exit_code
 
 
-def report_error(error: Exception, side: Stream) -> None:
-    """One line for a person; GOINFER_CHAT_DEBUG=1 adds the traceback of an error nobody foresaw."""
+def report_error(error: Exception, side: Stream, advice: str = "") -> None:
+    """One line for a person; GOINFER_CHAT_DEBUG=1 adds the traceback of an error nobody foresaw.
+
+    `advice`: what can be done just there, behind what the error says.
+    """
     if isinstance(error, GoinferError):
-        side.line(f"error: {one_line(str(error))}")
+        side.line(f"error: {one_line(str(error))}{advice and '; '}{advice}")
         return
     if os.environ.get("GOINFER_CHAT_DEBUG"):
         side.line("".join(traceback.format_exception(error)).rstrip("\n"))
