@@ -51,6 +51,10 @@ class ArchSpec:
     """Whether RoPE scaling is for the layers with a window too."""
     local_rotation: bool = False
     """Where there are layers with a window, only these have a rotary embedding."""
+    chunks: bool = False
+    """The layers with a window see what is behind the last multiple of it instead (Llama 4)."""
+    unit_heads: bool = False
+    """q and k pass a norm without weights behind the rotation, but in models of 128 experts (Llama 4)."""
     rope_sections: bool = False
     """Pairs are rotated by one of three positions each, which are the same for text (Wang et al. 2024, "Qwen2-VL")."""
     unrotated_layers: int = 0
@@ -65,14 +69,28 @@ class ArchSpec:
     """Each head has a score that no position has: what it takes of the softmax goes nowhere (Xiao et al. 2023)."""
     temperatures: bool = False
     """Scores may grow with the position (Mistral 3)."""
+    unrotated_growth: float = 0.0
+    """Scores of layers without rotation grow so with the position (Llama 4)."""
+    output_norm: str = "output_norm"
+    """What the file calls the last norm."""
     logits_multiplied: bool = False
     """Logits are multiplied with the factor of the file (Command R)."""
     experts: Literal["no", "maybe", "yes"] = "no"
     """Whether feed-forward layers are mixtures of experts; maybe: where the file has `expert_count`."""
     normed_experts: bool = True
     """The weights of a row's chosen experts are scaled to a sum of 1, not those of all experts."""
-    shared_expert: Literal["no", "maybe", "gated"] = "no"
-    """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row."""
+    shares: Literal["soft", "even", "file"] = "soft"
+    """How much of each expert would be taken: by a softmax, or a sigmoid for each; file: as it says. A file may have
+    biases that are added when experts are chosen, and only then (Wang et al. 2024, "Auxiliary-Loss-Free Load
+    Balancing")."""
+    scattered_experts: bool = False
+    """Not in the first `leading_dense_block_count` layers, and of the others in every `interleave_moe_layer_step`-th.
+    The file may say `normed_experts`."""
+    weighted_inputs: bool = False
+    """An expert takes a row times its weight, instead of giving an output times that (Llama 4)."""
+    shared_expert: Literal["no", "maybe", "gated", "plain"] = "no"
+    """An expert that every row passes beside the chosen ones; gated: times a sigmoid of a product with the row; plain:
+    as large as its tensors are, where there are some."""
     layer_sizes: bool = False
     """Heads of layers with a window may have another size than those of the others, and feed-forward layers differ from
     layer to layer. RoPE factors are for the layers that see everything."""
@@ -91,7 +109,9 @@ class ArchSpec:
     """Behind a layer the stream is multiplied with a number of the file."""
     experts_beside: bool = False
     """Experts stand beside a feed-forward layer that every row passes, each with norms of its own before and behind,
-    and their router takes the stream through a norm of its own."""
+    and their router takes the stream through a norm of its own. Layers without a router have none."""
+    convolutions: bool = False
+    """Layers without KV heads are short convolutions instead (LFM 2): they keep a few rows."""
     delta_layers: bool = False
     """All but every n-th layer keep a running state (the gated delta rule) instead of keys and values, and what
     attention gives is multiplied by the sigmoid of a gate that comes with q."""
@@ -102,7 +122,7 @@ class ArchSpec:
     @property
     def is_recurrent(self) -> bool:
         """Has layers with a running state, which cannot be cut back as keys and values can."""
-        return self.delta_layers
+        return self.delta_layers or self.convolutions
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -117,7 +137,8 @@ class ArchSpec:
             "none before": not self.pre_norms,
             "parallel branches": self.parallel,
             "q and k normed whole": self.whole_head_norms,
-            "sliding windows": self.local_layers > 0,
+            "sliding windows": self.local_layers > 0 and not self.chunks,
+            "attention in chunks": self.chunks,
             "attention sinks": self.sinks,
             "soft caps": self.soft_caps,
             "a soft cap on logits": self.logit_cap,
@@ -132,10 +153,12 @@ class ArchSpec:
             "scaled logits": self.logits_multiplied,
             "experts, where the file has them": self.experts == "maybe" and not self.experts_beside,
             "experts beside what all rows pass, where the file has them": self.experts_beside,
-            "experts": self.experts == "yes",
-            "a shared expert, where the file has one": self.shared_expert == "maybe",
+            "experts": self.experts == "yes" and not self.scattered_experts,
+            "experts in some layers": self.scattered_experts,
+            "a shared expert, where the file has one": self.shared_expert in ("maybe", "plain"),
             "a shared expert": self.shared_expert == "gated",
-            "scores that grow with the position": self.temperatures,
+            "scores that grow with the position": self.temperatures or self.unrotated_growth > 0,
+            "layers that are short convolutions": self.convolutions,
             "layers with a running state": self.delta_layers,
         }
         return tuple(words for words, is_so in said.items() if is_so)
@@ -162,6 +185,13 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ),
             ArchSpec(name="qwen3", models="Qwen 3", neox_rope=True),
             ArchSpec(name="qwen3moe", models="Qwen 3 30B A3B, Coder 30B A3B, 235B A22B", neox_rope=True, experts="yes"),
+            ArchSpec(
+                name="qwen3vlmoe",
+                models="Qwen 3 VL 30B A3B, 235B A22B (text)",
+                neox_rope=True,
+                rope_sections=True,
+                experts="yes",
+            ),
             ArchSpec(
                 name="gemma3",
                 models="Gemma 3 (text)",
@@ -282,6 +312,54 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 local_rope_scaling=True,
                 local_rotation=True,
             ),
+            ArchSpec(
+                name="glm4moe",
+                models="GLM 4.5, 4.5 Air, 4.6, 4.7",
+                neox_rope=True,
+                ffn_norm="post_attention_norm",
+                rope_sections=True,
+                experts="yes",
+                normed_experts=False,
+                shares="file",
+                scattered_experts=True,
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="lfm2",
+                models="LFM 2, 2.5",
+                neox_rope=True,
+                output_norm="token_embd_norm",
+                convolutions=True,
+            ),
+            ArchSpec(
+                name="lfm2moe",
+                models="LFM 2 8B A1B, 2.5 8B A1B",
+                neox_rope=True,
+                output_norm="token_embd_norm",
+                convolutions=True,
+                experts="yes",
+                shares="file",
+                scattered_experts=True,
+            ),
+            ArchSpec(
+                name="llama4",
+                models="Llama 4 Scout, Maverick (text)",
+                neox_rope=False,
+                local_layers=4,
+                window=8192,
+                chunks=True,
+                local_rope_scaling=True,
+                local_rotation=True,
+                late_head_norms=True,
+                unit_heads=True,
+                unrotated_growth=0.1,
+                experts="yes",
+                normed_experts=False,
+                shares="even",
+                scattered_experts=True,
+                weighted_inputs=True,
+                shared_expert="plain",
+            ),
             ArchSpec(name="exaone", models="EXAONE 3, 3.5", neox_rope=True),
             ArchSpec(name="chatglm", models="ChatGLM 3, GLM 4 9B", neox_rope=False),
             ArchSpec(name="seed_oss", models="Seed OSS", neox_rope=True, ffn_norm="post_attention_norm"),
@@ -291,6 +369,59 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
             ArchSpec(name="internlm2", models="InternLM 2, 2.5", neox_rope=False),
             ArchSpec(name="arcee", models="AFM 4.5B", neox_rope=False, gated=False, activation="relu2"),
             ArchSpec(name="ernie4_5", models="ERNIE 4.5 0.3B", neox_rope=False),
+            ArchSpec(
+                name="ernie4_5-moe",
+                models="ERNIE 4.5 21B A3B, 300B A47B",
+                neox_rope=False,
+                experts="yes",
+                scattered_experts=True,
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="hunyuan-moe",
+                models="Hunyuan A13B",
+                neox_rope=True,
+                late_head_norms=True,
+                experts="yes",
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="bailingmoe",
+                models="Ling Lite, Plus; Ring Lite",
+                neox_rope=False,
+                experts="yes",
+                normed_experts=False,
+                scattered_experts=True,
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="bailingmoe2",
+                models="Ling 2 mini, flash; Ring 2 mini, flash",
+                neox_rope=True,
+                experts="yes",
+                normed_experts=False,
+                shares="file",
+                scattered_experts=True,
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="dots1",
+                models="dots.llm1",
+                neox_rope=True,
+                experts="yes",
+                normed_experts=False,
+                shares="file",
+                scattered_experts=True,
+                shared_expert="plain",
+            ),
+            ArchSpec(
+                name="minimax-m2",
+                models="MiniMax M2, M2.1, M2.5",
+                neox_rope=True,
+                whole_head_norms=True,
+                experts="yes",
+                shares="file",
+            ),
             ArchSpec(name="mistral3", models="Ministral 3", neox_rope=False, temperatures=True),
             ArchSpec(
                 name="gpt-oss",
@@ -340,10 +471,7 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         "gemma3n": "several residual streams, layers that share keys and values, embeddings for each layer",
-        "llama4": "attention in chunks",
         "deepseek2": "keys and values that are kept compressed (MLA)",
-        "lfm2": "layers that are short convolutions",
-        "lfm2moe": "layers that are short convolutions",
         "mamba": "state space layers",
         "mamba2": "state space layers",
         "granitehybrid": "state space layers",

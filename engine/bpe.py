@@ -51,6 +51,7 @@ _O200K = (
     rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 )
 _SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_SPACES}"
@@ -62,6 +63,7 @@ _LLAMA3_SPLIT = PreTokenizer(patterns=(_LLAMA3,), ignore_merges=True, add_bos=Tr
 _CL100K_SPLIT = PreTokenizer(patterns=(_LLAMA3,))
 _O200K_SPLIT = PreTokenizer(patterns=(_O200K,))
 _DEEPSEEK3_SPLIT = PreTokenizer(patterns=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3))
+_BAILING_SPLIT = PreTokenizer(patterns=(_BAILING,))
 _QWEN2_SPLIT = PreTokenizer(patterns=(_QWEN2,), nfc=True)
 
 PRE_TOKENIZERS = {
@@ -80,16 +82,21 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3_SPLIT,
     "llama-bpe": _LLAMA3_SPLIT,
     "falcon3": _LLAMA3_SPLIT,
+    "lfm2": _LLAMA3_SPLIT,
     "dbrx": _CL100K_SPLIT,
     "smaug-bpe": _CL100K_SPLIT,
     "glm4": _CL100K_SPLIT,
     "chatglm-bpe": _CL100K_SPLIT,
     "gpt-4o": _O200K_SPLIT,
     "llama4": _O200K_SPLIT,
+    "minimax-m2": _O200K_SPLIT,
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
     "stablelm2": PreTokenizer(patterns=(_QWEN2,)),
     "megrez": PreTokenizer(patterns=(_QWEN2,)),
+    "hunyuan": PreTokenizer(patterns=(_QWEN2,)),
+    "bailingmoe": _BAILING_SPLIT,
+    "bailingmoe2": _BAILING_SPLIT,
     "qwen35": PreTokenizer(patterns=(_QWEN35,), nfc=True),
     "tekken": PreTokenizer(patterns=(_TEKKEN,), ignore_merges=True, add_bos=True),
     "seed-coder": PreTokenizer(patterns=(_SEED_CODER,)),

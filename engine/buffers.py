@@ -40,6 +40,8 @@ class Buffers:
         if c.delta is not None:
             factors = 2 * line(c.delta.num_value_heads)
             taken, given = max(taken, c.delta.channels + c.delta.values + factors), max(given, c.delta.values)
+        if c.convolution is not None:
+            taken = max(taken, 3 * c.convolution.channels)
         self.qkv = floats(rows, taken)
         self.attention = floats(rows, given)
         needs_branch = c.arch.post_norms or c.has_shared_gate

@@ -26,6 +26,12 @@ class Experts:
     ffn_size: int
     scale: float
     """What the weights of the chosen ones are multiplied with."""
+    layers: frozenset[int]
+    """Which have experts."""
+    is_even: bool
+    """An expert's share is the sigmoid of its own logit, instead of the softmax of all."""
+    is_normed: bool
+    """The shares of the chosen ones are scaled to a sum of 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,22 @@ class DeltaSizes:
     def layer_bytes(self) -> int:
         """Of the state of a layer, f32: what the convolution saw last, and a matrix for each value head."""
         return 4 * ((TAPS - 1) * self.channels + self.values * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionSizes:
+    """Of the layers that are short convolutions."""
+
+    layers: frozenset[int]
+    """Which they are."""
+    channels: int
+    taps: int
+    """Tokens that they see, the current one included."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the state of a layer, f32: what it saw last."""
+        return 4 * (TAPS - 1) * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +143,8 @@ class ModelConfig:
     rope_magnitude: float
     """What cosines and sines are multiplied with."""
     window: int
-    """Positions a row of a local layer sees, itself included; 0: no local layers."""
+    """Positions a row of a local layer sees, itself included; below 0: those from the last multiple of it on; 0: no
+    local layers."""
     local: tuple[bool, ...]
     """Which layers see a window only."""
     is_parallel: bool
@@ -135,6 +158,7 @@ class ModelConfig:
     unsaid_ids: tuple[int, ...] = ()
     """Tokens that the model must not say: their logits are UNSAID."""
     delta: DeltaSizes | None = None
+    convolution: ConvolutionSizes | None = None
     num_spare_layers: int = 0
     """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""
 
@@ -147,10 +171,13 @@ class ModelConfig:
         """Whether the shared expert has a factor of its own for each row."""
         return self.arch.shared_expert == "gated" and self.ffn_sizes[0] > 0
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer in self.experts.layers
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that have keys and values of their own."""
-        return tuple(n for n in range(self.num_layers - self.num_shared_layers) if not self.is_delta(n))
+        return tuple(n for n in range(self.num_layers - self.num_shared_layers) if not self.has_state(n))
 
     @property
     def last_remembered(self) -> int:
@@ -166,11 +193,21 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """Of the running state of a conversation; 0: there is none."""
-        return len(self.delta.layers) * self.delta.layer_bytes if self.delta else 0
+        return len(self.recurrent.layers) * self.recurrent.layer_bytes if self.recurrent else 0
 
-    def is_delta(self, layer: int) -> bool:
+    @property
+    def recurrent(self) -> DeltaSizes | ConvolutionSizes | None:
+        """Of the layers with a running state, of which a model has one kind at most."""
+        return self.delta or self.convolution
+
+    def has_state(self, layer: int) -> bool:
         """Whether this layer has a running state instead of keys and values."""
-        return self.delta is not None and layer in self.delta.layers
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    def state_offset(self, layer: int) -> int:
+        """Bytes of this layer's state from the start of a conversation's."""
+        assert self.recurrent
+        return sorted(self.recurrent.layers).index(layer) * self.recurrent.layer_bytes
 
     def is_local(self, layer: int) -> bool:
         """Whether this layer sees a window only."""
@@ -200,10 +237,21 @@ class ModelConfig:
         per_position = frequencies(base, dim, scale=self.rope_scale, factors=self.rope_factors, scaled=scaled)
         return cos_sin(num_positions, per_position, self.rope_magnitude)
 
-    def query_scales(self, num_positions: int) -> NDArray[np.float32]:
-        """What a query at each position is multiplied with [positions] f32."""
-        grown = temperatures(num_positions, self.rope_context, self.score_growth)
+    def query_scales(self, num_positions: int, layer: int) -> NDArray[np.float32]:
+        """What a query of a layer is multiplied with at each position [positions] f32."""
+        if self.arch.unrotated_growth and not self.is_rotated(layer):
+            grown = temperatures(num_positions, abs(self.window), self.arch.unrotated_growth, 1)
+        else:
+            grown = temperatures(num_positions, self.rope_context, self.score_growth)
         return grown * np.float32(self.attention_scale)
+
+    def has_unit_heads(self, layer: int) -> bool:
+        """Whether q and k of this layer pass a norm without weights."""
+        return self.arch.unit_heads and self.is_rotated(layer) and not (self.experts and self.experts.count == 128)
+
+    def scores_grow(self, layer: int) -> bool:
+        """Whether `query_scales` differ from position to position."""
+        return self.score_growth > 0 or (self.arch.unrotated_growth > 0 and not self.is_rotated(layer))
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:

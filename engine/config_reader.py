@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.arch import ARCHITECTURES, NOT_YET
-from engine.config import DeltaSizes, Experts, Heads, ModelConfig
+from engine.config import ConvolutionSizes, DeltaSizes, Experts, Heads, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile, shown
 from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
@@ -74,6 +74,17 @@ class ConfigReader:
             raise self._bad(key, f"is not a number between 1 and {most} for each of {layers} layers")
         return tuple(int(v) for v in value)
 
+    def counts(self, key: str, layers: int, *, most: int) -> tuple[int, ...]:
+        """The whole number of each layer under a key, which may be 0. Raises ModelFileError."""
+        value = self._value(key)
+        if (
+            not isinstance(value, (np.ndarray, list))
+            or len(value) != layers
+            or any(isinstance(v, bool) or not isinstance(v, (int, np.integer)) or not 0 <= v <= most for v in value)
+        ):
+            raise self._bad(key, f"is not a number between 0 and {most} for each of {layers} layers")
+        return tuple(int(v) for v in value)
+
     def number(self, key: str, default: float | None, *, least: float, most: float) -> float:
         """The finite number under a key. Raises ModelFileError as `integer` does."""
         value = self._value(key)
@@ -89,7 +100,7 @@ class ConfigReader:
 
     def config(self) -> ModelConfig:
         """All of it. Raises ModelFileError for sizes that contradict each other, UnsupportedModelError for others."""
-        spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if self.arch.delta_layers else 0
+        spare = self.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS)
         layers = self.integer("block_count", least=spare + 1, most=MAX_LAYERS) - spare
         hidden = self.integer("embedding_length", most=MAX_WIDTH)
         num_heads = self.integer("attention.head_count", most=MAX_WIDTH)
@@ -105,6 +116,9 @@ class ConfigReader:
         if self.arch.local_layers:
             window = self.integer("attention.sliding_window", self.arch.window, least=0, most=MAX_CONTEXT)
         local = self._local(layers) if window else (False,) * layers
+        if self.arch.chunks and not window:
+            raise UnsupportedModelError(f"{self.file}: {self.arch.name} without attention in chunks is not supported")
+        convolution = self._convolution(layers, hidden) if self.arch.convolutions else None
         shared = self._num_shared(local)
         heads = self._heads(hidden, num_heads, local, shared)
         full = heads[local.index(False) if False in local else 0]
@@ -133,7 +147,7 @@ class ConfigReader:
             yarn=self._yarn(),
             score_growth=self._score_growth(),
             rope_magnitude=self._rope_magnitude(scale),
-            window=window,
+            window=-window if self.arch.chunks else window,
             local=local,
             local_rope_base=self._local_rope_base(),
             num_shared_layers=shared,
@@ -141,6 +155,7 @@ class ConfigReader:
             unsaid_ids=self._unsaid_ids(embedding.shape[0]),
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
             delta=self._delta(layers) if self.arch.delta_layers else None,
+            convolution=convolution,
             num_spare_layers=spare,
         )
 
@@ -165,6 +180,9 @@ class ConfigReader:
             value_dim = self.integer("attention.value_length_swa", dim, most=MAX_WIDTH)
             sizes[True] = dim, value_dim, self.integer("rope.dimension_count_swa", dim, most=dim)
             kv_heads = self.integers("attention.head_count_kv", layers, num_heads, most=MAX_WIDTH)
+        elif arch.convolutions:
+            # The layers without any are not asked.
+            kv_heads = (max(self.counts("attention.head_count_kv", layers, most=MAX_WIDTH)),) * layers
         else:
             kv_heads = (self.integer("attention.head_count_kv", num_heads, most=MAX_WIDTH),) * layers
         found = []
@@ -212,23 +230,81 @@ class ConfigReader:
         if not count:
             return (self.integer("feed_forward_length", most=MAX_WIDTH),) * layers, None
         size = self.integer("expert_feed_forward_length", 0, least=0, most=MAX_WIDTH)
-        chosen = self.integer("expert_used_count", most=count)
         if arch.experts_beside:
             size = size or self.integer("expert_feed_forward_length", most=MAX_WIDTH)
             beside = self.integers("feed_forward_length", layers, most=MAX_WIDTH)
-            return beside, Experts(count=count, chosen=chosen, ffn_size=size, scale=1.0)
+            # No key says which layers have experts beside: those that have a router.
+            routed = frozenset(n for n in range(layers) if f"blk.{n}.ffn_gate_inp.weight" in self.gguf.tensors)
+            return beside, self._experts(count, size, routed)
         # A file in which all layers have experts may leave out the size of a layer that has none.
         common = self.integer("feed_forward_length", size or None, most=MAX_WIDTH)
-        shared = 0
-        if arch.shared_expert != "no":
-            default = common if arch.shared_expert == "gated" else 0
-            shared = self.integer("expert_shared_feed_forward_length", default, least=0, most=MAX_WIDTH)
-        return (shared,) * layers, Experts(
-            count=count,
-            chosen=chosen,
-            ffn_size=size or common,
-            scale=self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0,
+        mixtures = self._mixtures(layers)
+        shared = self._shared_expert(common, mixtures)
+        sizes = tuple(shared if n in mixtures else common for n in range(layers))
+        return sizes, self._experts(count, size or common, mixtures)
+
+    def _mixtures(self, layers: int) -> frozenset[int]:
+        """The layers that have experts."""
+        if not self.arch.scattered_experts:
+            return frozenset(range(layers))
+        first = self.integer("leading_dense_block_count", 0, least=0, most=layers - 1)
+        every = self.integer("interleave_moe_layer_step", 1, most=layers)
+        return frozenset(n for n in range(first, layers) if (n + 1) % every == 0)
+
+    def _shared_expert(self, common: int, mixtures: frozenset[int]) -> int:
+        """The size of what every row passes beside the experts, or 0."""
+        arch, key = self.arch, "expert_shared_feed_forward_length"
+        if arch.shared_expert == "no" or not mixtures:
+            return 0
+        if arch.shared_expert == "plain":
+            up = self.gguf.tensors.get(f"blk.{min(mixtures)}.ffn_up_shexp.weight")
+            return up.shape[0] if up is not None else 0
+        return self.integer(key, common if arch.shared_expert == "gated" else 0, least=0, most=MAX_WIDTH)
+
+    def _experts(self, count: int, size: int, mixtures: frozenset[int]) -> Experts:
+        arch, kinds = self.arch, {1: False, 2: True}
+        chosen = self.integer("expert_used_count", most=count)
+        even, normed = arch.shares == "even", arch.normed_experts
+        if arch.scattered_experts and arch.shares != "even":
+            normed = self._flag("expert_weights_norm", normed)
+        if arch.shares == "file":
+            kind = self.integer("expert_gating_func", 2, least=0, most=99) or 2
+            if kind not in kinds:
+                raise UnsupportedModelError(
+                    f"{self.file}: {arch.name}.expert_gating_func {kind} is not supported; supported: 1 (softmax), "
+                    "2 (sigmoid)"
+                )
+            even = kinds[kind]
+        scale = 1.0 if arch.experts_beside else self.number("expert_weights_scale", 0.0, least=0.0, most=1e6) or 1.0
+        return Experts(
+            count=count, chosen=chosen, ffn_size=size, scale=scale, layers=mixtures, is_even=even, is_normed=normed
         )
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._value(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._bad(key, "is not true or false")
+        return default if value is None else value
+
+    def _convolution(self, layers: int, hidden: int) -> ConvolutionSizes:
+        """Of the layers that are short convolutions: those without KV heads."""
+        counts = self.counts("attention.head_count_kv", layers, most=MAX_WIDTH)
+        taps = self.integer("shortconv.l_cache", most=MAX_WIDTH)
+        sizes = ConvolutionSizes(
+            layers=frozenset(n for n in range(layers) if counts[n] == 0), channels=hidden, taps=taps
+        )
+        unsupported = ""
+        if taps > TAPS:
+            unsupported = f"a convolution over {taps} tokens (at most {TAPS})"
+        elif not sizes.layers or len(sizes.layers) == layers:
+            unsupported = "layers of one kind only (some that are convolutions, some with attention)"
+        elif len(set(counts)) > 2:
+            unsupported = "layers with different numbers of KV heads"
+        elif self.integer("attention.sliding_window", 0, least=0, most=MAX_CONTEXT):
+            unsupported = f"{self.arch.name} with a sliding window"
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
+        return sizes
 
     def _delta(self, layers: int) -> DeltaSizes:
         """Of the layers with a running state: which they are, and their sizes."""

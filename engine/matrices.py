@@ -30,7 +30,7 @@ class LayerMatrices:
     qkv: tuple[Matrix, ...]
     """Of q, k and v, or one for all, and of the gate of what attention gives. Of q and k where values are made as keys
     are, of q where a layer has neither. Of a layer with a running state: what goes through the convolution, its gate,
-    and the two factors of each head."""
+    and the two factors of each head. Of a layer that is a convolution: all that it takes."""
     output: Matrix
     dense: FeedForward | None
     """What every row passes: the feed-forward layer, or the shared one of the experts."""
@@ -61,7 +61,9 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     norms += ["layer_output_scale"] if arch.layer_scales else []
     norms += ["post_norm"] if c.layer_embedding_size else []
     norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"] if c.experts and arch.experts_beside else []
+    biases += ["exp_probs_b"] if c.experts and (arch.shares != "soft" or arch.scattered_experts) else []
     others = ["ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight"] if arch.delta_layers else []
+    others += ["shortconv.conv.weight"] if arch.convolutions else []
     others += ["ffn_gate_inp.scale", "ffn_down_exps.scale"] if c.experts and arch.experts_beside else []
     return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
 
@@ -113,8 +115,11 @@ class ModelMatrices:
         def branch(n: int) -> tuple[tuple[Matrix, ...], Matrix]:
             """What the first branch of a layer multiplies with, and what it ends with."""
             block = f"blk.{n}"
-            if c.delta is not None and c.is_delta(n):
+            if c.delta is not None and c.has_state(n):
                 return delta(block, c.delta), matrix(f"{block}.ssm_out", c.hidden_size, c.delta.values)
+            if c.convolution is not None and c.has_state(n):
+                inward = matrix(f"{block}.shortconv.in_proj", 3 * c.convolution.channels, c.hidden_size)
+                return (inward,), matrix(f"{block}.shortconv.out_proj", c.hidden_size, c.convolution.channels)
             return qkv(n), matrix(f"{block}.attn_output", c.hidden_size, c.num_heads * c.heads[n].dim)
 
         def feed_forward(block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
@@ -137,13 +142,13 @@ class ModelMatrices:
         def layer(n: int) -> LayerMatrices:
             block, dense, experts = f"blk.{n}", None, None
             router: tuple[Matrix, ...] = ()
-            if c.experts:
+            if c.experts and c.has_experts(n):
                 experts = feed_forward(block, c.experts.ffn_size, "_exps", c.experts.count)
                 router = (matrix(f"{block}.ffn_gate_inp", c.experts.count, c.hidden_size),)
                 if c.has_shared_gate:
                     router += (matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
             if c.ffn_sizes[n]:
-                suffix = "_shexp" if c.experts and not c.arch.experts_beside else ""
+                suffix = "_shexp" if experts and not c.arch.experts_beside else ""
                 dense = feed_forward(block, c.ffn_sizes[n], suffix)
             given: tuple[Matrix, ...] = ()
             if size := c.layer_embedding_size:
@@ -165,7 +170,9 @@ class ModelMatrices:
         """Raise UnsupportedModelError for a tensor that a step would pass over: its results would silently be wrong."""
         c = self.config
         vectors = {f"blk.{n}.{v}" for n in range(c.num_layers) for v in layer_vectors(c)}
-        read = {m.name for m in self.all} | vectors | {"output_norm.weight", "output_norm.bias", "output.bias"}
+        read = (
+            {m.name for m in self.all} | vectors | {f"{c.arch.output_norm}.weight", "output_norm.bias", "output.bias"}
+        )
         read |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
         read |= {"per_layer_proj_norm.weight"} if self.given else set()
         # Some converters leave what a layer has no use for in the file.

@@ -88,10 +88,10 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     cache: dict[int, tuple[Cached, Cached]] = {}
     states = []
     for n in range(c.num_layers):
-        if c.delta is not None and c.is_delta(n):
-            given, state = _recalled(c, c.delta, t, n, x)
+        if c.has_state(n):
+            given, state = _recalled(c, c.delta, t, n, x) if c.delta else _mixed(c, t, n, x)
             states.append(state)
-            x = x + t.multiply(f"blk.{n}.ssm_out.weight", given)
+            x = x + t.multiply(f"blk.{n}.{'ssm_out' if c.delta else 'shortconv.out_proj'}.weight", given)
             x = _feed_forward(c, t, n, _taken(c, t, f"blk.{n}.{c.arch.ffn_norm}", x), x)
             continue
         gate, q, *computed = _heads(c, t, n, x)
@@ -108,7 +108,7 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
             seen = seen * twins.sigmoid(gate)
         attended = _into_stream(c, t, f"blk.{n}.attn_output", f"blk.{n}.post_attention_norm", seen, x)
         norm = f"blk.{n}.{'attn_norm' if c.is_parallel else c.arch.ffn_norm}"
-        if c.experts and c.arch.experts_beside:
+        if c.experts and c.has_experts(n) and c.arch.experts_beside:
             x = _experts_and_dense(c, c.experts, t, n, attended)
         else:
             x = _feed_forward(c, t, n, _taken(c, t, norm, x if c.is_parallel else attended), attended)
@@ -117,7 +117,7 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
             x = _into_stream(c, t, f"blk.{n}.proj", f"blk.{n}.post_norm", gated, x)
         if f"blk.{n}.layer_output_scale.weight" in t:
             x = x * t.vector(f"blk.{n}.layer_output_scale.weight")
-    normed = _normed(c, t, "output_norm", x, c.logit_factor)
+    normed = _normed(c, t, c.arch.output_norm, x, c.logit_factor)
     head = "output.weight" if "output.weight" in t else "token_embd.weight"
     all_keys, all_values = zip(*cache.values())
     logits = t.multiply(head, normed)
@@ -161,6 +161,17 @@ def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Flo
     strips = state.reshape(heads, dim, -1, DELTA_COLUMNS).swapaxes(1, 2)  # columns that are worked on together
     out = twins.norm_gated(given, gate.reshape(given.shape), t.vector(f"{block}.ssm_norm.weight"), c.norm_eps)
     return out.reshape(length, -1), np.concatenate([history.reshape(-1), strips.reshape(-1)])
+
+
+def _mixed(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats]:
+    """What a layer that is a convolution gives [T, channels], and its state after all rows, flat."""
+    assert c.convolution
+    block, channels = f"blk.{layer}.shortconv", c.convolution.channels
+    parts = t.multiply(f"{block}.in_proj.weight", _taken(c, t, f"blk.{layer}.attn_norm", x))
+    taps = np.zeros((TAPS, channels), np.float32)
+    taps[TAPS - c.convolution.taps :] = t.rows(f"{block}.conv.weight", range(channels)).T
+    given, history = twins.mix(parts, taps, np.zeros((TAPS - 1, channels), np.float32))
+    return given, history.reshape(-1)
 
 
 def _normed(c: ModelConfig, t: _Tensors, norm: str, x: Floats, factor: float = 1.0) -> Floats:
@@ -208,9 +219,11 @@ def _heads(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats |
             y = twins.normed(y, np.ones(sizes.dim, np.float32), c.norm_eps)
         rotated = name != "attn_v" and c.is_rotated(layer)
         y = twins.rotate(y, cos, sin, c.arch.neox_rope) if rotated else y
+        if name != "attn_v" and c.has_unit_heads(layer):
+            y = twins.normed(y, np.ones(sizes.dim, np.float32), c.norm_eps)
         heads.append(_normed_heads(c, t, norm, y) if norm in t and c.arch.late_head_norms else y)
     q, *others = heads
-    return gate, q * c.query_scales(len(x))[:, None, None], *others
+    return gate, q * c.query_scales(len(x), layer)[:, None, None], *others
 
 
 def _normed_heads(c: ModelConfig, t: _Tensors, norm: str, y: Floats) -> Floats:
@@ -223,21 +236,23 @@ def _normed_heads(c: ModelConfig, t: _Tensors, norm: str, y: Floats) -> Floats:
 def _feed_forward(c: ModelConfig, t: _Tensors, layer: int, normed: Floats, x: Floats) -> Floats:
     """x and what the experts, and what all rows pass, make of the normed stream."""
     block = f"blk.{layer}"
-    if c.experts:
+    if c.experts and c.has_experts(layer):
         x = _with_experts(c, c.experts, t, layer, normed, x)
     if c.has_shared_gate:
         factor = twins.sigmoid(t.multiply(f"{block}.ffn_gate_inp_shexp.weight", normed))
         y = t.multiply(f"{block}.ffn_down_shexp.weight", _inner(c, t, layer, "_shexp", normed))
         return twins.fma32(y, factor, x)
     if c.ffn_sizes[layer]:
-        suffix = "_shexp" if c.experts else ""
+        suffix = "_shexp" if c.has_experts(layer) else ""
         inner = _inner(c, t, layer, suffix, normed)
         return _into_stream(c, t, f"{block}.ffn_down{suffix}", f"{block}.post_ffw_norm", inner, x)
     return x
 
 
-def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats, expert: int = 0) -> Floats:
-    """What the matrix `ffn_down` takes."""
+def _inner(
+    c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats, expert: int = 0, weight: Floats | None = None
+) -> Floats:
+    """What the matrix `ffn_down` takes. `weight` [T, 1]: what an expert takes its rows times."""
     block = f"blk.{layer}.ffn"
     if not c.arch.gated:
         up = t.multiply(f"{block}_up.weight", normed)
@@ -249,6 +264,8 @@ def _inner(c: ModelConfig, t: _Tensors, layer: int, suffix: str, normed: Floats,
     else:
         fused = "gate_up" if f"{block}_gate_up{suffix}.weight" in t else "up"
         gate, up = np.split(t.multiply(f"{block}_{fused}{suffix}.weight", normed, expert), 2, axis=1)
+    if weight is not None:
+        gate, up = gate * weight, up * weight
     return {"gelu": twins.gelu, "clipped": twins.clipped}.get(c.arch.activation, twins.silu)(gate, up)
 
 
@@ -271,16 +288,24 @@ def _with_experts(
     """x and what each row's experts make of it, added in the order of their numbers. `routed`: what the router takes,
     if that is not `normed`."""
     logits = t.biased(f"blk.{layer}.ffn_gate_inp", normed if routed is None else routed)
-    experts, weights = twins.choose(logits, e.chosen, c.arch.normed_experts, e.scale)
+    name = f"blk.{layer}.exp_probs_b.bias"
+    if e.is_even or name in t:
+        bias = t.vector(name) if name in t else None
+        experts, weights = twins.choose_biased(logits, e.chosen, e.is_even, e.is_normed, e.scale, bias)
+    else:
+        experts, weights = twins.choose(logits, e.chosen, e.is_normed, e.scale)
     if f"blk.{layer}.ffn_down_exps.scale" in t:
         weights = weights * t.vector(f"blk.{layer}.ffn_down_exps.scale")[experts]
     x = x.copy()
     for expert in range(e.count):
         rows, ranks = np.nonzero(experts == expert)
         if len(rows):
-            inner = _inner(c, t, layer, "_exps", normed[rows], expert)
-            y = t.biased(f"blk.{layer}.ffn_down_exps", inner, expert)
-            x[rows] = twins.fma32(y, weights[rows, ranks, None], x[rows])
+            weight = weights[rows, ranks, None]
+            taken = weight if c.arch.weighted_inputs else None
+            y = t.biased(
+                f"blk.{layer}.ffn_down_exps", _inner(c, t, layer, "_exps", normed[rows], expert, taken), expert
+            )
+            x[rows] = twins.fma32(y, weight if taken is None else np.float32(1), x[rows])
     return x
 
 

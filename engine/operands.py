@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import DeltaSizes, ModelConfig
+from engine.config import ModelConfig
 from engine.errors import ModelFileError
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import STATE
@@ -50,14 +50,18 @@ class Operands:
         padded[:size] = load_vector(self._gguf, name, size)
         return self.keep(padded)
 
-    def taps(self, name: str, sizes: DeltaSizes) -> int:
-        """Address of the weights of a convolution, [TAPS, channels]: the file has those of a channel together."""
-        info, shape = self._gguf.tensors.get(name), (sizes.channels, TAPS)
+    def taps(self, name: str, channels: int, taps: int = TAPS) -> int:
+        """Address of the weights of a convolution, [TAPS, channels]: the file has those of a channel together.
+
+        Where there are fewer than TAPS, zeros stand before them.
+        """
+        info, shape = self._gguf.tensors.get(name), (channels, taps)
         if info is None or info.shape != shape:
             found = "missing" if info is None else info.shape
             raise ModelFileError(f"{self._gguf.path.name}: tensor {name} is {found}, and should be {shape}")
-        weights = dequantize(info.type, self._gguf.data(name)).reshape(shape)
-        return self.keep(np.ascontiguousarray(weights.T, np.float32))
+        weights = np.zeros((TAPS, channels), np.float32)
+        weights[TAPS - taps :] = dequantize(info.type, self._gguf.data(name)).reshape(shape).T
+        return self.keep(weights)
 
     def bias(self, layer: int) -> int:
         """Address of the biases of q, k and v in a row, or 0 if there are none."""
@@ -105,6 +109,8 @@ class Operands:
             own = len(info.shape) > 1
             found[f"{which}_norm"] = self.vector(name, *((heads, dim) if own else (dim,)))
             found["norm_bytes"] = 4 * dim if own else 0
+        if c.has_unit_heads(layer):
+            found["q_norm"] = found["k_norm"] = self.keep(np.ones(dim, np.float32))
         if c.arch.normed_values:
             found["v_norm"] = self.keep(np.ones(dim, np.float32))
         return found
@@ -117,6 +123,11 @@ class Operands:
         states = np.zeros((c.num_heads, STATE + c.heads[n].dim), np.float32)
         states[:, 0], states[:, 1] = load_vector(self._gguf, f"{name}.weight", c.num_heads), 1
         return self.keep(states)
+
+    def choice_bias(self, n: int) -> int:
+        """Address of what shares of experts [experts] get when some are chosen by them, or 0."""
+        e, name = self._config.experts, f"blk.{n}.exp_probs_b.bias"
+        return self.padded(name, e.count) if e and name in self._gguf.tensors else 0
 
     def layer_scale(self, n: int) -> int:
         """Address of what the stream is multiplied with behind a layer, or 0."""

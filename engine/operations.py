@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.buffers import LINE
-from engine.config import UNSAID, DeltaSizes
+from engine.config import UNSAID, ConvolutionSizes, DeltaSizes
 from engine.gguf_file import GGUFFile
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import ROWS
@@ -51,9 +51,9 @@ class Program:
         self._activations: list[tuple[int, ...]] = []
         rows, slots = model.max_rows, self._buffers.num_slots
         self._hidden = self._activation(c.hidden_size, readers_hidden, rows)
-        outputs = [[y.output for n, y in enumerate(layers.layers) if c.is_delta(n) == is_delta] for is_delta in (0, 1)]
+        outputs = [[y.output for n, y in enumerate(layers.layers) if c.has_state(n) == recalls] for recalls in (0, 1)]
         self._attended = self._activations_for(outputs[0])
-        self._recalled = self._activation(c.delta.values, outputs[1], rows) if c.delta else 0
+        self._recalled = self._activation(outputs[1][0].num_columns, outputs[1], rows) if c.recurrent else 0
         self._gated = self._activations_for([part.down for part in dense])
         if c.layer_embedding_size:
             self._gated_given = self._activation(c.layer_embedding_size, [y.given[1] for y in layers.layers], rows)
@@ -65,8 +65,11 @@ class Program:
             local: self._at.rope_tables(model.max_positions, local)
             for local in {c.is_local(n) for n in range(c.num_layers)}
         }
-        scales = c.query_scales(model.max_positions) if c.score_growth else None
-        self._q_scales = 0 if scales is None else self._at.keep(scales)
+        self._q_scales: dict[bool, int] = {}
+        """Of layers that are rotated and others, where queries at each position have a factor of their own."""
+        for n in range(c.num_layers):
+            if c.scores_grow(n) and c.is_rotated(n) not in self._q_scales:
+                self._q_scales[c.is_rotated(n)] = self._at.keep(c.query_scales(model.max_positions, n))
         self._operations: list[dict[str, int]] = []
         self._build()
         self.operations = np.zeros(len(self._operations), OPERATION)
@@ -120,7 +123,7 @@ class Program:
         self._add(Op.EMBED, matrix=embedding, factor=factor)
         for n, layer in enumerate(self._layers.layers):
             self._layer(n, layer)
-        self._take("output_norm", c.logit_factor)
+        self._take(c.arch.output_norm, c.logit_factor)
         self._multiply(self._hidden, (self._layers.head,), b.logits)
         self._add_bias("output", b.logits, self._layers.head.num_rows)
         if c.logit_cap:
@@ -166,8 +169,11 @@ class Program:
         c = self._config
         self._take_for(f"blk.{n}.attn_norm")
         self._multiply(self._hidden, layer.qkv, self._buffers.qkv)
-        if c.delta is not None and c.is_delta(n):
-            self._recall(n, c.delta, layer)
+        if c.has_state(n):
+            if c.delta is not None:
+                self._recall(n, c.delta, layer)
+            elif c.convolution is not None:
+                self._mix(n, c.convolution)
             self._multiply(self._recalled, (layer.output,), self._buffers.x, add=1)
         else:
             self._attend(n, layer)
@@ -199,7 +205,7 @@ class Program:
             Op.HEADS,
             bias=self._at.bias(n),
             **self._at.head_norms(n),
-            q_scales=self._q_scales,
+            q_scales=self._q_scales.get(c.is_rotated(n), 0),
             cos=cos,
             sin=sin,
             half=heads.rope_dim // 2 if c.is_rotated(n) else 0,
@@ -237,8 +243,8 @@ class Program:
 
     def _recall(self, n: int, sizes: DeltaSizes, layer: LayerMatrices) -> None:
         """activation = what the running state gives."""
-        state_offset = sorted(sizes.layers).index(n) * sizes.layer_bytes
-        self._add(Op.CONVOLVE, weight=self._at.taps(f"blk.{n}.ssm_conv1d.weight", sizes), state_offset=state_offset)
+        state_offset, taps = self._config.state_offset(n), self._at.taps(f"blk.{n}.ssm_conv1d.weight", sizes.channels)
+        self._add(Op.CONVOLVE, weight=taps, state_offset=state_offset, count=sizes.channels)
         rates = (self._at.padded(f"blk.{n}.{name}", sizes.num_value_heads) for name in ("ssm_dt.bias", "ssm_a"))
         self._add(Op.UNIT, **dict(zip(("bias", "rate"), rates)))
         self._add(
@@ -254,6 +260,13 @@ class Program:
             weight=self._at.vector(f"blk.{n}.ssm_norm", sizes.head_dim),
             share=self._share(self._recalled, sizes.head_dim),
         )
+
+    def _mix(self, n: int, sizes: ConvolutionSizes) -> None:
+        """activation = what the convolution gives."""
+        taps, out = self._at.taps(f"blk.{n}.shortconv.conv.weight", sizes.channels, sizes.taps), self._buffers.qkv
+        self._add(Op.MIX, weight=taps, state_offset=self._config.state_offset(n), count=sizes.channels)
+        self._keep_wanted(n)
+        self._add(Op.TAKE, activation=self._recalled, out=out.ctypes.data, out_bytes=out.strides[0])
 
     def _keep_wanted(self, n: int) -> None:
         """Behind what all rows leave to later ones in the last layer that does so."""
@@ -309,7 +322,8 @@ class Program:
         self._multiply(self._hidden, layer.router, router)
         self._add_bias(f"blk.{n}.ffn_gate_inp", router, c.experts.count)
         scales = self._at.expert_scales(n, c.experts.count)
-        self._add(Op.ROUTE, out=router.ctypes.data, out_bytes=router.strides[0], expert_scales=scales)
+        place = {"out": router.ctypes.data, "out_bytes": router.strides[0]}
+        self._add(Op.ROUTE, **place, expert_scales=scales, bias=self._at.choice_bias(n))
 
     def _experts(self, n: int, part: FeedForward, out: NDArray[np.float32], add: int) -> None:
         """out += (or =) what the chosen experts make of each row."""
@@ -328,6 +342,7 @@ class Program:
             out=out.ctypes.data,
             out_bytes=out.strides[0],
             add=add,
+            weighted_inputs=int(c.arch.weighted_inputs),
             bias=self._at.expert_biases(n, ("ffn_down_exps",), c.hidden_size),
         )
 
@@ -338,6 +353,7 @@ class Program:
             second=second,
             matrix=self._numbers[id(part.gate_up[0])],
             activates=_GATES[self._config.arch.activation],
+            weighted_inputs=int(op == Op.EXPERTS_GATED and self._config.arch.weighted_inputs),
             bias=bias,
         )
 

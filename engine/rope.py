@@ -70,14 +70,15 @@ def yarn_magnitude(scale: float, multiplier: float) -> float:
     return float(1 + _CONTEXT.multiply(decimal.Decimal(0.1 * multiplier), _CONTEXT.ln(decimal.Decimal(scale))))
 
 
-def temperatures(num_positions: int, context: int, growth: float) -> NDArray[np.float32]:
+def temperatures(num_positions: int, context: int, growth: float, first: int = 0) -> NDArray[np.float32]:
     """What scores of the query at each position are multiplied with [num_positions] f32: 1 + growth * ln(1 + n).
 
-    n is how often the position has left the `context` that a model was trained with behind (Llama 4, Mistral 3).
+    n is how often the position has left the `context` that a model was trained with behind (Mistral 3), the first one
+    counting as `first` (Llama 4).
     """
-    times = range(1 + (num_positions - 1) // context)
+    times = range(1 + (num_positions - 1 + first) // context)
     of_context = [1 + growth * float(_CONTEXT.ln(decimal.Decimal(1 + n))) for n in times]
-    return np.repeat(np.array(of_context, np.float32), context)[:num_positions]
+    return np.repeat(np.array(of_context, np.float32), context)[first : first + num_positions]
 
 
 def cos_sin(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tiny_gemma4 import Gemma4
+from tiny_gemma4 import Gemma4, expert_shapes
 
 from engine.quant import TensorType
 
@@ -136,6 +136,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "expert_ffn_size": 160,
         "sliding_window": 41,
         "gemma4": Gemma4(local_dim=48, local_kv_heads=4, keys_are_values=True),
+    },
+    "gemma4, some experts": {
+        "architecture": "gemma4",
+        **SMALL,
+        "num_layers": 3,
+        "experts": 5,
+        "expert_ffn_size": 64,
+        "gemma4": Gemma4(local_kv_heads=2),
+        "tensors": dict.fromkeys(f"blk.1.{name}" for name in expert_shapes(64, 5, 64)),
     },
     "granite": {
         "architecture": "granite",
@@ -385,6 +394,50 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
         "tensor_types": {"*ffn_up_exps*": TensorType.F32},
     },
+    # Layers without KV heads are convolutions; the third has attention.
+    "lfm2": {
+        "architecture": "lfm2",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 160,
+        "num_layers": 4,
+        "tensor_types": {"*in_proj*": TensorType.Q4_1, "*out_proj*": TensorType.F16, "*": TensorType.Q8_0},
+    },
+    "lfm2moe": {"architecture": "lfm2moe", **SMALL, "num_layers": 3, "expert_ffn_size": 64, "experts": 9},
+    # Five layers: all but the fourth see chunks, every second one has experts, which take rows times their weight.
+    "llama4": {
+        "architecture": "llama4",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "expert_ffn_size": 160,
+        "num_layers": 5,
+        "sliding_window": 41,
+        "rope_factors": np.geomspace(1, 8, 8).tolist(),
+        "tied": False,
+    },
+    # A layer without experts, then one with, whose choice has a bias.
+    "glm4moe": {
+        "architecture": "glm4moe",
+        **SMALL,
+        "num_layers": 2,
+        "expert_ffn_size": 160,
+        "experts": 17,
+        "experts_used": 3,
+        "tied": False,
+        "metadata": {"glm4moe.rope.dimension_count": 8},
+    },
+    "ernie4_5-moe": {"architecture": "ernie4_5-moe", **SMALL, "num_layers": 2, "expert_ffn_size": 64},
+    "hunyuan-moe": {"architecture": "hunyuan-moe", **SMALL, "expert_ffn_size": 64},
+    "bailingmoe": {"architecture": "bailingmoe", **SMALL, "expert_ffn_size": 64, "tied": False},
+    "bailingmoe2": {"architecture": "bailingmoe2", **SMALL, "num_layers": 2, "expert_ffn_size": 64, "tied": False},
+    "dots1": {"architecture": "dots1", **SMALL, "num_layers": 2, "num_kv_heads": 4, "expert_ffn_size": 64},
+    "minimax-m2": {"architecture": "minimax-m2", **SMALL, "expert_ffn_size": 64, "tied": False},
+    "qwen3vlmoe": {"architecture": "qwen3vlmoe", **SMALL, "expert_ffn_size": 64},
     # Layers of one kind that others have too, each kind in its own mix: one of them is enough.
     "command-r": {"architecture": "command-r", **SMALL},
     "gemma": {"architecture": "gemma", **SMALL, "tensor_types": {"*attn_q*": TensorType.F16}},

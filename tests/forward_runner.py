@@ -61,8 +61,8 @@ class Runner:
         assert table.state is not None
         table.rest()
         slot = table.state.checkpoints[-1].slot
-        assert self.model.config.delta is not None
-        return self.pool.states.memory[slot].view(np.float32).reshape(len(self.model.config.delta.layers), -1)
+        assert self.model.config.recurrent is not None
+        return self.pool.states.memory[slot].view(np.float32).reshape(len(self.model.config.recurrent.layers), -1)
 
     def cache(self, table: BlockTable) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Of each layer that has some, keys and values [S, G, D] of a conversation; q8_0 as what it stands for."""

@@ -57,6 +57,25 @@ def test_a_convolution_has_the_bits_of_the_twin_however_it_is_cut(target: str) -
 
 
 @every_target
+def test_a_mix_has_the_bits_of_the_twin_however_it_is_cut(target: str) -> None:
+    rng, call = np.random.default_rng(6), kernels(target).call
+    channels, count = 3 * CHANNELS, 11
+    x, taps, before = rows_of(rng, count, 3 * channels), rows_of(rng, TAPS, channels), rows_of(rng, TAPS - 1, channels)
+    expected, after = twins.mix(x, taps, before)
+    for cuts in ([11], [1] * 11, [2, 1, 5, 3]):
+        rows, history = x.copy(), before.copy()
+        for c in range(0, channels, CHANNELS):
+            first = 0
+            for size in cuts:
+                some = rows[first : first + size, c:]
+                call("mix", some, rows.strides[0], size, taps[:, c:], history[:, c:], history.strides[0])
+                first += size
+        assert_same_bits(rows[:, :channels], expected)
+        assert_same_bits(rows[:, channels:], x[:, channels:])
+        assert_same_bits(history, after)
+
+
+@every_target
 def test_unit_vectors_and_gates_have_the_bits_of_the_twin(target: str) -> None:
     rng, call = np.random.default_rng(2), kernels(target).call
     for n in (16, 48, 128, 176):

@@ -26,7 +26,8 @@ Architecture = Literal[
     "starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2", "gemma", "glm4", "exaone4", "seed_oss",
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
     "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm", "hunyuan-dense",
-    "gemma4",
+    "gemma4", "qwen3vlmoe", "glm4moe", "lfm2", "lfm2moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe",
+    "bailingmoe2", "dots1", "minimax-m2",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -40,14 +41,21 @@ _PRE = {
     "qwen3moe": "qwen2",
     "qwen35": "qwen2",
 }
-_MIXTURES = ("qwen2moe", "qwen3moe", "granitemoe", "olmoe", "qwen35moe", "qwen3next", "gpt-oss")  # always have experts
+_PLAIN_SHARED = ("glm4moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe", "bailingmoe2", "dots1")
+"""Have an expert that every row passes."""
+_CHOICE_BIASED = ("glm4moe", "lfm2moe", "ernie4_5-moe", "bailingmoe2", "dots1", "minimax-m2")
+_MIXTURES = (
+    "qwen2moe", "qwen3moe", "qwen3vlmoe", "granitemoe", "olmoe", "qwen35moe", "qwen3next", "gpt-oss", "lfm2moe",
+    "minimax-m2", *_PLAIN_SHARED,
+)  # fmt: skip
+"""Always have experts."""
 _GATED_SHARED = ("qwen2moe", "qwen35moe", "qwen3next")  # and one that every row passes, times a factor
 _GEMMAS = ("gemma", "gemma2", "gemma3", "gemma4")
 _SANDWICHED = ("gemma2", "gemma3", "gemma4", "olmo2", "glm4", "exaone4")  # have norms after branches
 _CENTRED = ("starcoder2", "stablelm", "phi2", "nemotron", "command-r", "cohere2")  # have LayerNorm
 _UNGATED = ("starcoder2", "phi2", "nemotron", "arcee")
 _BIASED = ("starcoder2", "phi2")  # have biases everywhere
-_QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "seed_oss", "starcoder2", "gpt-oss")
+_QKV_BIASED = ("qwen2", "qwen2moe", "qwen2vl", "stablelm", "glm4", "glm4moe", "seed_oss", "starcoder2", "gpt-oss")
 _HEAD_NORMED = (
     "hunyuan-dense",
     "qwen3",
@@ -58,7 +66,15 @@ _HEAD_NORMED = (
     "qwen35",
     "qwen35moe",
     "qwen3next",
+    "qwen3vlmoe",
+    "glm4moe",
+    "lfm2",
+    "lfm2moe",
+    "hunyuan-moe",
+    "bailingmoe2",
+    "dots1",
 )
+_CONVOLUTIONS = ("lfm2", "lfm2moe")  # have layers that are short convolutions
 _DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {
@@ -71,6 +87,34 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.6},
     "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
     "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0},
+    "qwen3vlmoe": {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0},
+    "glm4moe": {
+        "leading_dense_block_count": 1,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+    },
+    "lfm2": {"shortconv.l_cache": 3},
+    "lfm2moe": {"shortconv.l_cache": 3, "leading_dense_block_count": 1, "expert_gating_func": 2},
+    "llama4": {"interleave_moe_layer_step": 2},
+    "ernie4_5-moe": {"leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+    "bailingmoe": {"leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_norm": True},
+    "bailingmoe2": {
+        "leading_dense_block_count": 1,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    },
+    "dots1": {
+        "leading_dense_block_count": 1,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": False,
+        "expert_weights_scale": 0.5,
+    },
+    "minimax-m2": {"expert_gating_func": 2},
 }
 _DELTA_INTERVAL = 3
 """Every third layer has attention, unlike in real files, and the last one of four has not."""
@@ -153,17 +197,17 @@ def _matrices_and_vectors(
             block |= {"attn_q.bias": (q_size,), "attn_k.bias": (kv_size,), "attn_v.bias": (kv_size,)}
         if architecture in _HEAD_NORMED:
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
-        if architecture in ("olmo2", "olmoe"):
+        if architecture in ("olmo2", "olmoe", "minimax-m2"):
             block |= {"attn_q_norm.weight": (q_size,), "attn_k_norm.weight": (kv_size,)}
         if architecture in ("olmo2", "exaone4"):
             del block["attn_norm.weight"], block["ffn_norm.weight"]
         if architecture in _SANDWICHED:
             block |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
-        if architecture in ("seed_oss", "gpt-oss"):
+        if architecture in ("seed_oss", "gpt-oss", "glm4moe"):
             block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
         if architecture in ("phi2", "command-r", "cohere2"):
             del block["ffn_norm.weight"]
-        if architecture in ("phi2", "phi3", "chatglm"):
+        if architecture in ("phi2", "phi3", "chatglm", "bailingmoe2"):
             block["attn_qkv.weight"] = (q_size + 2 * kv_size, hidden)
             for name in ("attn_q", "attn_k", "attn_v"):
                 del block[f"{name}.weight"]
@@ -187,7 +231,9 @@ def _matrices_and_vectors(
                 "ffn_down.weight": (hidden, wide * ffn),
                 **(expert_shapes(hidden, experts, expert_ffn) if experts else {}),
             }
-        elif experts:
+        elif experts and _has_experts(architecture, layer):
+            if architecture in _CHOICE_BIASED:
+                block["exp_probs_b.bias"] = (experts,)
             block |= {
                 "ffn_gate_inp.weight": (experts, hidden),
                 "ffn_gate_exps.weight": (experts, expert_ffn, hidden),
@@ -215,10 +261,17 @@ def _matrices_and_vectors(
             attention = [name for name in block if name.startswith("attn_") and name != "attn_norm.weight"]
             block = {name: shape for name, shape in block.items() if name not in attention}
             block |= _delta_shapes(hidden, *delta, interleaved=architecture == "qwen3next")
+        if architecture in _CONVOLUTIONS and (layer + 1) % _DELTA_INTERVAL:
+            block = {name: shape for name, shape in block.items() if not name.startswith("attn_")} | {
+                "attn_norm.weight": (hidden,),
+                "shortconv.conv.weight": (hidden, 3),
+                "shortconv.in_proj.weight": (3 * hidden, hidden),
+                "shortconv.out_proj.weight": (hidden, hidden),
+            }
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     if architecture == "gemma4":
         shapes |= gemma4.others(num_layers, hidden, vocab)
-    shapes["output_norm.weight"] = (hidden,)
+    shapes["token_embd_norm.weight" if architecture in _CONVOLUTIONS else "output_norm.weight"] = (hidden,)
     if architecture in _CENTRED and not architecture.startswith("co"):
         shapes["output_norm.bias"] = (hidden,)
     if architecture == "phi2":
@@ -226,6 +279,12 @@ def _matrices_and_vectors(
     if not tied:
         shapes["output.weight"] = (vocab, hidden)
     return shapes
+
+
+def _has_experts(architecture: Architecture, layer: int) -> bool:
+    keys = _EXTRA_KEYS.get(architecture, {})
+    every = keys.get("interleave_moe_layer_step", 1)
+    return bool(layer >= keys.get("leading_dense_block_count", 0) and (layer + 1) % every == 0)
 
 
 def _delta_shapes(
@@ -317,6 +376,8 @@ def write_tiny_model(
 
     experts = (6 if architecture in _MIXTURES else 0) if experts is None else experts
     expert_ffn_size = expert_ffn_size or ffn_size
+    if architecture in _PLAIN_SHARED:
+        shared_ffn_size = shared_ffn_size or expert_ffn_size
     shared_ffn_size = shared_ffn_size or (ffn_size if architecture in _GATED_SHARED else 0)
 
     gemma4 = gemma4 or Gemma4(every=2, shared=max(0, num_layers - 2), embedding=32)
@@ -341,10 +402,13 @@ def write_tiny_model(
         "arcee",
         "ernie4_5",
         "mistral3",
+        "llama4",
+        "ernie4_5-moe",
+        "bailingmoe",
     ):
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
     if (
-        architecture in ("qwen3", "qwen3moe", "qwen3vl", "gpt-oss", *_GEMMAS, *_DELTAS)
+        architecture in ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "gpt-oss", *_GEMMAS, *_DELTAS)
         or head_dim * num_heads != hidden_size
     ):
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
@@ -361,12 +425,16 @@ def write_tiny_model(
         keys["attention.sliding_window"] = sliding_window
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": experts_used}
-        if architecture in ("qwen2moe", "qwen3moe", "gpt-oss", "gemma4", *_DELTAS):
+        own = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "gpt-oss", "gemma4", "lfm2moe", "minimax-m2")
+        if architecture in (*own, *_DELTAS, *_PLAIN_SHARED):
             keys["expert_feed_forward_length"] = expert_ffn_size
         else:
             keys["feed_forward_length"] = expert_ffn_size
         if shared_ffn_size:
             keys["expert_shared_feed_forward_length"] = shared_ffn_size
+    if architecture in _CONVOLUTIONS:
+        counts = [0 if (n + 1) % _DELTA_INTERVAL else num_kv_heads for n in range(num_layers)]
+        keys["attention.head_count_kv"] = counts
     if architecture == "gemma4":
         keys |= gemma4.keys(num_layers, head_dim, num_kv_heads, ffn_size)
     keys |= _EXTRA_KEYS.get(architecture, {})
@@ -408,7 +476,7 @@ def write_tiny_model(
             if name.endswith("ssm_a"):
                 vector = -np.geomspace(0.05, 4.0, *shape).astype("<f4")  # from long memories to short ones
             stored[name] = TensorType.F32, vector.view(np.uint8)
-        elif name.endswith("ssm_conv1d.weight"):
+        elif name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight")):
             stored[name] = TensorType.F32, rng.normal(0.0, 0.5, shape).astype("<f4").view(np.uint8)
         else:
             # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.

@@ -24,6 +24,7 @@ def kernels(target: Target) -> dict[str, Kernel]:
         "add_scaled": rows.add_scaled,
         "add_gated": rows.add_gated,
         "choose": routing.choose,
+        "choose_biased": routing.choose_biased,
         "scale_choices": routing.scale_choices,
         "add_vector": rows.add_vector,
         "scale_vector": rows.scale_vector,

@@ -57,6 +57,28 @@ def convolve(b: KernelBuilder, x: Value, stride: Value, count: Value, taps: Valu
         b.write(b.get(slot, VF), before, b.times(width, j))
 
 
+def mix(b: KernelBuilder, x: Value, stride: Value, count: Value, taps: Value, before: Value, width: Value) -> None:
+    """In place of the first of three numbers u, g, v of each of 16 channels: g * convolution(u * v).
+
+    g and v are `width` and twice that behind u; taps and before as `convolve` has them, before being products.
+    """
+    x, taps, before = (b.pointer(p) for p in (x, taps, before))
+    weights = [b.read(VF, taps, b.times(width, j)) for j in range(TAPS)]
+    slots = [b.variable(b.read(VF, before, b.times(width, j))) for j in range(TAPS - 1)]
+    with b.loop(count) as t:
+        at = b.times(t, stride)
+        here = b.fmul(b.read(VF, x, at), b.read(VF, x, at, b.times(width, 2)))
+        rows = [*(b.get(slot, VF) for slot in slots), here]
+        total = b.fmul(weights[0], rows[0])
+        for weight, row in zip(weights[1:], rows[1:], strict=True):
+            total = b.fmadd(weight, row, total)
+        b.write(b.fmul(b.read(VF, x, at, width), total), x, at)
+        for slot, row in zip(slots, rows[1:], strict=True):
+            b.store(row, slot)
+    for j, slot in enumerate(slots):
+        b.write(b.get(slot, VF), before, b.times(width, j))
+
+
 def unit_vector(b: KernelBuilder, x: Value, eps: Value, factor: Value, n: Value) -> None:
     """x *= factor / sqrt(sum of squares + eps) for n floats; eps and factor are addresses of f32."""
     x = b.pointer(x)
@@ -149,6 +171,7 @@ def gate_vector(b: KernelBuilder, x: Value, gate: Value, n: Value) -> None:
 
 KERNELS: dict[str, Kernel] = {
     "convolve": convolve,
+    "mix": mix,
     "unit_vector": unit_vector,
     "delta_gates": delta_gates,
     "delta": delta,

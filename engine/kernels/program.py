@@ -55,7 +55,8 @@ class Op(IntEnum):
     ADD_GATED = 18
     """x += out * sigmoid(the f32 at `factor`, `factor_bytes` from row to row)."""
     CONVOLVE = 19
-    """Queries, keys and values of a layer with a running state through its convolution, which goes on."""
+    """Queries, keys and values of a layer with a running state through its convolution, which goes on: `count` channels
+    of qkv."""
     UNIT = 20
     """Of such a layer, q and k get unit length, and each value head its two factors."""
     DELTA = 21
@@ -66,6 +67,10 @@ class Op(IntEnum):
     """given = stretches of `count` values of it, each through a norm, + a row of the matrix times `factor`."""
     GATE_GIVEN = 24
     """second activation = quantized gelu(out) times the layer's stretch of what is given."""
+    MIX = 25
+    """Of a layer that is a convolution: `count` numbers of qkv = gate * convolution(what comes in), which goes on."""
+    TAKE = 26
+    """activation = quantized `out`."""
 
 
 class Gate(IntEnum):
@@ -91,7 +96,7 @@ def _record(*names: str) -> np.dtype[np.void]:
 OPERATION = _record(
     "code",
     "wanted",  # 1: runs on the wanted rows only, and not at all when there are none
-    "activation",  # index of the activation read (NORM, MERGE: written)
+    "activation",  # index of the activation read (NORM, MERGE, TAKE: written)
     "second",  # GATED, LONE, GATE_GIVEN: index of the activation written
     "matrix",  # index of the first matrix
     "num_matrices",
@@ -100,7 +105,7 @@ OPERATION = _record(
     "add",  # 1: add to the output, 0: put it there
     "into",  # ADD_NORM: address of what is added to [rows, ...] f32
     "into_bytes",
-    "count",  # ROW_NORM, CAP, ADD_BIAS, GIVE: values of a row, or of a stretch of it
+    "count",  # ROW_NORM, CAP, ADD_BIAS, GIVE: values of a row, or of a stretch of it; CONVOLVE, MIX: channels
     "weight",  # address of a norm's weights
     "centred",  # 1: norms are LayerNorm, 0: of the root mean square
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
@@ -108,7 +113,7 @@ OPERATION = _record(
     "factor_bytes",
     "activates",  # GATED: of Gate; LONE: 1: GELU, 0: the square of what is above 0
     "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS, EXPERTS_DOWN: of the outputs';
-    # EXPERTS_GATED: of gate's and up's, expert by expert
+    # EXPERTS_GATED: of gate's and up's, expert by expert; ROUTE: what shares get when experts are chosen by them, or 0
     "sinks",  # MERGE: address of a softmax state for each head that is merged last, or 0
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
@@ -126,12 +131,13 @@ OPERATION = _record(
     "kv_offset",  # bytes of the keys from the start of a KV block; the values follow them
     "kv_head_bytes",  # of the numbers of a KV head in a block, keys or values
     "kv_scale_bytes",  # of their scales; 0: there are none
-    "window",  # ATTEND: positions a row sees, itself included; 0: all
+    "window",  # ATTEND: positions a row sees, itself included; below 0: those from the last multiple of it on; 0: all
     "share",  # values of a share of work, where a row is shared; GIVE: stretches of a row
     "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
-    "state_offset",  # CONVOLVE, DELTA: bytes of this layer's state from the start of a slot
+    "state_offset",  # CONVOLVE, DELTA, MIX: bytes of this layer's state from the start of a slot
     "given_offset",  # GATE_GIVEN: bytes of this layer's stretch
     "expert_scales",  # ROUTE: address of a factor for each expert, or 0
+    "weighted_inputs",  # EXPERTS_GATED, EXPERTS_DOWN: 1: experts take rows times their weight, 0: it is their outputs'
     "rate",  # UNIT: address of the value heads' rates of decay; `bias` is that of their biases
     "interleaved",  # DELTA: 1: neighbouring value heads share a key head
 )
@@ -209,6 +215,7 @@ CONTEXT = _record(
     "num_experts",
     "num_chosen",  # experts that a row passes
     "expert_sum",  # 1: weights are divided by the sum of those of the chosen experts, 0: of all
+    "even_experts",  # 1: an expert's share is the sigmoid of its logit, 0: the softmax
     "expert_scale",  # address of an f32: what they are multiplied with then
     "choices",  # int32 [rows, num_chosen]: experts, the best first
     "choice_weights",  # f32 [rows, num_chosen]

@@ -22,7 +22,7 @@ from engine.kernels.delta import LOG1P_TERMS
 from engine.kernels.ir import EXP_COEFFICIENTS, EXP_LN2_HIGH, EXP_LN2_LOW, EXP_LOG2E, LANES
 from engine.kernels.kv_types import LARGEST_FLOAT, LARGEST_HALF, RUN
 from engine.kernels.plan import TAPS
-from engine.kernels.routing import LARGEST
+from engine.kernels.routing import LARGEST, LEAST_SUM
 from engine.kernels.rows import CLIP, CLIPPED_SLOPE, GELU_CUBIC, GELU_LINEAR, TINY
 from engine.quant import TensorType, block_shape, dequantize, unpack
 
@@ -242,19 +242,44 @@ def sigmoid(x: Floats) -> Floats:
 def choose(logits: Floats, chosen: int, of_chosen: bool, scale: float = 1.0) -> tuple[NDArray[np.int64], Floats]:
     """(experts [T, chosen], weights [T, chosen]) of router logits [T, experts]: the largest first, of equal ones the
     lower number; weights are e**logit / the sum of the chosen ones, or of all, * scale."""
-    x = np.clip(np.where(np.isnan(logits), -np.float32(LARGEST), logits), -np.float32(LARGEST), np.float32(LARGEST))
+    x = _finite(logits)
     experts = np.argsort(-x, axis=-1, kind="stable")[:, :chosen]
     shares = exp(x - np.take_along_axis(x, experts[:, :1], axis=-1))
     picked = np.take_along_axis(shares, experts, axis=-1)
-    counted = np.zeros((len(x), -(-x.shape[-1] // LANES) * LANES), np.float32)
-    if of_chosen:
-        np.put_along_axis(counted, experts, picked, axis=-1)
+    total = _shared(shares, experts if of_chosen else None)
+    return experts, picked / total * np.float32(scale)
+
+
+def choose_biased(
+    logits: Floats, chosen: int, even: bool, of_chosen: bool, scale: float, bias: Floats | None
+) -> tuple[NDArray[np.int64], Floats]:
+    """`choose` by shares and bias [experts], or by the logits if there is none: shares are the softmax of the logits,
+    or if `even` each one's sigmoid."""
+    x = _finite(logits)
+    grown = exp(x - x.max(axis=-1, keepdims=True))
+    shares = sigmoid(x) if even else grown / _shared(grown)
+    order = x if bias is None else _finite(shares + bias)
+    experts = np.argsort(-order, axis=-1, kind="stable")[:, :chosen]
+    picked = np.take_along_axis(shares, experts, axis=-1)
+    total = larger(_shared(shares, experts), np.float32(LEAST_SUM)) if of_chosen else np.float32(1)
+    return experts, picked / total * np.float32(scale)
+
+
+def _finite(logits: Floats) -> Floats:
+    return np.clip(np.where(np.isnan(logits), -np.float32(LARGEST), logits), -np.float32(LARGEST), np.float32(LARGEST))
+
+
+def _shared(shares: Floats, experts: NDArray[np.int64] | None = None) -> Floats:
+    """[T, 1]: the sum of shares [T, experts], or only of the chosen experts [T, chosen]."""
+    counted = np.zeros((len(shares), -(-shares.shape[-1] // LANES) * LANES), np.float32)
+    if experts is None:
+        counted[:, : shares.shape[-1]] = shares
     else:
-        counted[:, : x.shape[-1]] = shares
-    lanes = np.zeros((len(x), LANES), np.float32)
-    for vector in counted.reshape(len(x), -1, LANES).swapaxes(0, 1):
+        np.put_along_axis(counted, experts, np.take_along_axis(shares, experts, axis=-1), axis=-1)
+    lanes = np.zeros((len(shares), LANES), np.float32)
+    for vector in counted.reshape(len(shares), -1, LANES).swapaxes(0, 1):
         lanes = lanes + vector
-    return experts, picked / tree(lanes, np.add)[:, None] * np.float32(scale)
+    return tree(lanes, np.add)[:, None]
 
 
 def capped(x: Floats, cap: float) -> Floats:
@@ -432,13 +457,16 @@ def attention(
 ) -> Floats:
     """[T, H, D] f32 of q [T, H, D] at `positions` [T] against keys and values [S, G, D] (`walk.attend`, `walk.merge`).
 
-    A row sees itself and what is before it, or the last `window` of that; H / G heads share keys and values. Scores are
-    capped where there is a cap. `sinks` [H]: a score more for each head, of a value of zeros. Softmax runs in parts cut
-    at multiples of 512 positions, merged in ascending order. f16 is multiplied as integers, f32 as it is.
+    A row sees itself and what is before it, or the last `window` of that, or if that is below 0 from its last multiple
+    on; H / G heads share keys and values. Scores are capped where there is a cap. `sinks` [H]: a score more for each
+    head, of a value of zeros. Softmax runs in parts cut at multiples of 512 positions, merged in ascending order. f16
+    is multiplied as integers, f32 as it is.
     """
     dot, add = (fixed_scores, fixed_weigh) if keys.dtype == np.float16 else (scores, weigh)
     T, H, _ = q.shape
     first = np.maximum(0, positions + 1 - window) if window else np.zeros_like(positions)
+    if window < 0:
+        first = positions // -window * -window
     k = keys.repeat(H // keys.shape[1], axis=1).swapaxes(0, 1)  # [H, S, D]
     v = values.repeat(H // values.shape[1], axis=1).swapaxes(0, 1)
     # Merging a part into the empty state leaves the part as it is: exp(0) is 1, and the rest is multiplied by 0.
@@ -463,11 +491,23 @@ def attention(
 # ---------------------------------------------------------------- layers with a running state
 def convolve(x: Floats, taps: Floats, before: Floats) -> tuple[Floats, Floats]:
     """silu of a causal convolution of x [T, C] with taps [TAPS, C] behind rows [TAPS - 1, C]; and the last of these."""
+    total, last = _convolution(x, taps, before)
+    return total / (np.float32(1) + exp(-total)), last
+
+
+def mix(x: Floats, taps: Floats, before: Floats) -> tuple[Floats, Floats]:
+    """g * convolution(u * v) of x [T, 3 C], which is u, g and v side by side; and the last products."""
+    u, g, v = np.split(x, 3, axis=1)
+    total, last = _convolution(u * v, taps, before)
+    return g * total, last
+
+
+def _convolution(x: Floats, taps: Floats, before: Floats) -> tuple[Floats, Floats]:
     rows = np.concatenate([before, x])
     total = taps[0] * rows[: len(x)]
     for j in range(1, TAPS):
         total = fma32(taps[j], rows[j : j + len(x)], total)
-    return total / (np.float32(1) + exp(-total)), rows[len(x) :]
+    return total, rows[len(x) :]
 
 
 def unit(x: Floats, eps: float, factor: float) -> Floats:

@@ -1,4 +1,5 @@
-"""Layers with a running state in torch: the gated delta rule (`kernels/delta.py`), over slots on the device.
+"""Layers with a running state in torch (`kernels/delta.py`), over slots on the device: the gated delta rule, and short
+convolutions.
 
 What a row's own numbers give is computed for a whole tile, in one shape. The state takes rows one by one, in order and
 in one shape too, so that its bits do not depend on how a text was cut into steps.
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.config import DeltaSizes
+from engine.config import ConvolutionSizes, DeltaSizes
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
 from engine.kv_cache import StatePool
 from engine.torch_backend.kv import memory_of
@@ -52,15 +53,48 @@ def runs_of_tile(tables: NDArray[np.integer], states: NDArray[np.integer], first
 class StateStore:
     """The numbers in a pool's slots, layer by layer (`model_twin._recalled` says how they lie)."""
 
-    def __init__(self, sizes: DeltaSizes, pool: StatePool) -> None:
+    def __init__(self, sizes: DeltaSizes | ConvolutionSizes, pool: StatePool) -> None:
         layers = memory_of(pool).view(torch.float32).unflatten(-1, (len(sizes.layers), -1))
-        split, strips = (TAPS - 1) * sizes.channels, sizes.head_dim // DELTA_COLUMNS
+        split = (TAPS - 1) * sizes.channels
         self.seen = layers[..., :split].unflatten(-1, (TAPS - 1, sizes.channels))
         """[slots, layers, TAPS - 1, channels]: the last rows before the convolution."""
-        self.matrices = layers[..., split:].unflatten(
-            -1, (sizes.num_value_heads, strips, sizes.head_dim, DELTA_COLUMNS)
-        )
-        """[slots, layers, heads, strips, keys, DELTA_COLUMNS]."""
+        self.matrices = layers[..., split:]
+        """[slots, layers, heads, strips, keys, DELTA_COLUMNS]; of convolutions nothing."""
+        if isinstance(sizes, DeltaSizes):
+            strips = sizes.head_dim // DELTA_COLUMNS
+            shape = (sizes.num_value_heads, strips, sizes.head_dim, DELTA_COLUMNS)
+            self.matrices = self.matrices.unflatten(-1, shape)
+
+    def convolved(self, layer: int, x: Tensor, taps: Tensor, runs: Sequence[Run]) -> Tensor:
+        """[rows, channels] of x, with taps [TAPS, channels] over it and the rows before it; the slots have the last
+        rows of x."""
+        out = torch.zeros_like(x)
+        for run in runs:
+            rows = torch.cat([self.seen[run.source, layer], x[run.first : run.last]])
+            count = run.last - run.first
+            self.seen[run.target, layer] = rows[count:]
+            total = taps[0] * rows[:count]
+            for j in range(1, TAPS):
+                total = total + taps[j] * rows[j : j + count]
+            out[run.first : run.last] = total
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The weights of a layer that is a short convolution, but for the matrix behind it."""
+
+    number: int
+    """Among the layers with a state."""
+    parts: Linear
+    """Of what comes in, its gate, and the gate of what comes out."""
+    taps: Tensor
+    """[TAPS, channels]."""
+
+    def __call__(self, taken: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
+        """[rows, channels] f32 of what the layer takes [rows, hidden]; the states of the runs' slots go on."""
+        u, gate, v = self.parts(taken).chunk(3, -1)
+        return gate * store.convolved(self.number, u * v, self.taps, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +122,7 @@ class Recurrence:
         """[rows, values] f32 of what the layer takes [rows, hidden]; the states of the runs' slots go on."""
         sizes, rows = self.sizes, len(taken)
         beta, decay = self._factors(taken)
-        x = torch.nn.functional.silu(self._convolved(self.mixed(taken), store, runs))
+        x = torch.nn.functional.silu(store.convolved(self.number, self.mixed(taken), self.taps, runs))
         q, k, v = x.split([sizes.keys, sizes.keys, sizes.values], -1)
         q, k = (self._spread(_unit(y.unflatten(-1, (-1, sizes.head_dim)), self.norm.eps)) for y in (q, k))
         q = q * sizes.head_dim**-0.5
@@ -118,19 +152,6 @@ class Recurrence:
         x, heads = even(decay + self.bias), self.sizes.num_value_heads
         softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
         return torch.sigmoid(even(beta))[:, :heads], torch.exp(even(self.rate) * softplus)[:, :heads]
-
-    def _convolved(self, x: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
-        """[rows, channels] of x before them; the slots have the last rows of x."""
-        out = torch.zeros_like(x)
-        for run in runs:
-            rows = torch.cat([store.seen[run.source, self.number], x[run.first : run.last]])
-            count = run.last - run.first
-            store.seen[run.target, self.number] = rows[count:]
-            total = self.taps[0] * rows[:count]
-            for j in range(1, TAPS):
-                total = total + self.taps[j] * rows[j : j + count]
-            out[run.first : run.last] = total
-        return out
 
     def _spread(self, x: Tensor) -> Tensor:
         """[rows, value heads, D] of key heads [rows, key heads, D]."""

@@ -20,11 +20,12 @@ from engine.api import KVType
 from engine.config import UNSAID, ModelConfig
 from engine.gguf_file import GGUFFile
 from engine.kernels.attention import PART
+from engine.kernels.routing import LEAST_SUM
 from engine.kernels.rows import CLIP, CLIPPED_SLOPE
 from engine.kv_cache import BLOCK_SIZE, KVPool, StatePool
 from engine.kv_layout import KVLayout
 from engine.model import Batch, LoadOptions
-from engine.torch_backend.delta import Recurrence, Run, StateStore, runs_of_tile
+from engine.torch_backend.delta import Run, StateStore, runs_of_tile
 from engine.torch_backend.device import Device
 from engine.torch_backend.kv import DevicePool, DeviceStatePool, LayerStore
 from engine.torch_backend.matrices import Form
@@ -90,7 +91,12 @@ class TorchModel:
             )
             for local in {self.config.is_local(n) for n in range(self.config.num_layers)}
         }
-        self._query_scales = torch.from_numpy(self.config.query_scales(self.max_positions)).to(device.torch)
+        self._query_scales: dict[bool, Tensor] = {}
+        """Of layers that are rotated, and of those that are not."""
+        for n in range(self.config.num_layers):
+            if (rotated := self.config.is_rotated(n)) not in self._query_scales:
+                scales = torch.from_numpy(self.config.query_scales(self.max_positions, n))
+                self._query_scales[rotated] = scales.to(device.torch)
         self._stores: dict[int, LayerStore] = {}
         self._states: StateStore | None = None
 
@@ -108,7 +114,7 @@ class TorchModel:
         return self.kv_layout.block_bytes
 
     def new_pool(self, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0) -> KVPool:
-        size, device, sizes = self.kv_block_bytes, self._device, self.config.delta
+        size, device, sizes = self.kv_block_bytes, self._device, self.config.recurrent
         pool = DevicePool(size, num_blocks, device.torch) if device.own_memory else KVPool(size, num_blocks)
         starts = zip(self.config.attention_layers, self.kv_layout.offsets, strict=True)
         self._stores = {n: LayerStore(self.config.heads[n], self.kv_type, pool, start) for n, start in starts}
@@ -179,7 +185,8 @@ class TorchModel:
         every = torch.arange(size, device=self._device.torch)
         hidden = every > own
         window = self.config.window
-        in_window = hidden | (every <= own - window) if window else None
+        seen_from = own // -window * -window if window < 0 else own + 1 - window
+        in_window = hidden | (every < seen_from) if window else None
         return _Group(first, last, self._indices(index), self._indices(blocks), hidden, in_window)
 
     # ------------------------------------------------------------------ the layers
@@ -191,7 +198,7 @@ class TorchModel:
         x = x * c.embedding_factor
         for n, layer in enumerate(w.layers[:num_layers]):
             taken = x if layer.attention_norm is None else layer.attention_norm(x)
-            if isinstance(layer.mixer, Recurrence):
+            if not isinstance(layer.mixer, Attention):
                 assert self._states is not None
                 y = layer.output(layer.mixer(taken, self._states, tile.runs))
             else:
@@ -249,7 +256,8 @@ class TorchModel:
 
     def _query(self, n: int, layer: Attention, q: Tensor, positions: Tensor) -> Tensor:
         """[rows, H, D] f32 with the scale of scores in it."""
-        return self._normed_and_rotated(n, q, layer.q_norm, positions) * self._query_scales[positions][:, None, None]
+        scales = self._query_scales[self.config.is_rotated(n)]
+        return self._normed_and_rotated(n, q, layer.q_norm, positions) * scales[positions][:, None, None]
 
     def _normed_and_rotated(self, n: int, y: Tensor, norm: Norm | None, positions: Tensor) -> Tensor:
         """Queries or keys y [rows, heads * D] as [rows, heads, D], normed and rotated."""
@@ -333,15 +341,26 @@ class TorchModel:
         assert e is not None
         assert layer.router is not None
         logits = layer.router(taken if routed is None else routed)
+        if e.is_even:
+            shares = torch.sigmoid(even(logits))[:, : logits.shape[-1]]
+        else:
+            shares = torch.exp(even(logits - logits.amax(-1, keepdim=True)))[:, : logits.shape[-1]]
+            shares = shares / shares.sum(-1, keepdim=True)
+        order = logits if layer.choice_bias is None else shares + layer.choice_bias
         # Stable: of equal ones the lower number.
-        experts = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
-        shares = torch.exp(even(logits - logits.gather(-1, experts[:, :1])))[:, : logits.shape[-1]]
-        chosen = torch.zeros_like(shares).scatter(-1, experts, shares.gather(-1, experts))
-        weights = chosen / (chosen if self.config.arch.normed_experts else shares).sum(-1, keepdim=True) * e.scale
+        experts = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, : e.chosen]
+        weights = torch.zeros_like(shares).scatter(-1, experts, shares.gather(-1, experts))
+        if e.is_normed:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST_SUM if e.is_even else 0)
+        weights = weights * e.scale
         if layer.beside is not None:
             weights = weights * layer.beside.expert_scales
         for expert in experts.unique().tolist():
-            x = x + self._branch(part, taken, expert) * weights[:, expert, None]
+            weight = weights[:, expert, None]
+            if self.config.arch.weighted_inputs:
+                x = x + self._branch(part, taken * weight, expert)  # times 0 it gives nothing
+            else:
+                x = x + self._branch(part, taken, expert) * weight
         return x
 
 

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.config import DeltaSizes, ModelConfig
+from engine.config import ConvolutionSizes, DeltaSizes, ModelConfig
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.plan import TAPS
-from engine.torch_backend.delta import Recurrence
+from engine.torch_backend.delta import Mix, Recurrence
 from engine.torch_backend.matrices import DeviceMatrix, Form
 from engine.torch_backend.parts import Linear, Norm
 from engine.weights import load_vector
@@ -28,8 +28,9 @@ _KNOWN_FACTS: Final = frozenset(
         "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
         "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
         "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert", "sinks",
-        "delta_layers", "interleaved_deltas", "layer_sizes", "shared_keys", "normed_values", "unscaled_scores",
-        "logit_cap", "layer_embeddings", "layer_scales", "experts_beside",
+        "shares", "scattered_experts", "weighted_inputs", "chunks", "unit_heads", "unrotated_growth", "output_norm",
+        "convolutions", "delta_layers", "interleaved_deltas", "layer_sizes", "shared_keys", "normed_values",
+        "unscaled_scores", "logit_cap", "layer_embeddings", "layer_scales", "experts_beside",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -39,6 +40,7 @@ _KNOWN_SIZES: Final = frozenset(
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
+        "convolution",
         "num_spare_layers", "local_rope_base", "num_shared_layers", "layer_embedding_size",
         "unsaid_ids",
     )
@@ -48,7 +50,8 @@ _KNOWN_WORDS: Final = {
     "activation": ("silu", "gelu", "relu2", "clipped"),
     "norm": ("rms", "centred"),
     "experts": ("no", "maybe", "yes"),
-    "shared_expert": ("no", "maybe", "gated"),
+    "shared_expert": ("no", "maybe", "gated", "plain"),
+    "shares": ("soft", "even", "file"),
 }
 """Of the facts that are words, those that are obeyed."""
 
@@ -104,7 +107,7 @@ class Layer:
     """What one layer computes with; None where it has no such part."""
 
     attention_norm: Norm | None
-    mixer: Attention | Recurrence
+    mixer: Attention | Recurrence | Mix
     """Where a row learns of those before it."""
     output: Linear
     post_attention_norm: Norm | None
@@ -112,6 +115,8 @@ class Layer:
     dense: FeedForward | None
     experts: FeedForward | None
     router: Linear | None
+    choice_bias: Tensor | None
+    """What shares of experts get when some are chosen by them [experts]; None: they are chosen by their logits."""
     shared_gate: DeviceMatrix | None
     post_ffw_norm: Norm | None
     beside: Beside | None
@@ -170,7 +175,7 @@ class TorchWeights:
             norm = Norm(self._vector("per_layer_proj_norm.weight", size), None, config.norm_eps, centred=False)
             self.given = table, self._linear("per_layer_model_proj", width, hidden), norm
         self.layers = [self._layer(n) for n in range(config.num_layers)]
-        self.output_norm = self._norm("output_norm", factor=config.logit_factor)
+        self.output_norm = self._norm(config.arch.output_norm, factor=config.logit_factor)
         tied = "output.weight" not in gguf.tensors
         head = self.embedding if tied else self._matrix("output", config.vocab_size, hidden)
         bias = self._bias("output", config.vocab_size)
@@ -247,10 +252,13 @@ class TorchWeights:
     # ------------------------------------------------------------------ layers
     def _layer(self, n: int) -> Layer:
         c, arch, block = self._config, self._config.arch, f"blk.{n}"
-        hidden, e = c.hidden_size, c.experts
-        if c.delta is not None and c.is_delta(n):
-            mixer: Attention | Recurrence = self._recurrence(n, c.delta)
+        hidden, e = c.hidden_size, c.experts if c.has_experts(n) else None
+        if c.delta is not None and c.has_state(n):
+            mixer: Attention | Recurrence | Mix = self._recurrence(n, c.delta)
             output = self._linear(f"{block}.ssm_out", hidden, c.delta.values)
+        elif c.convolution is not None and c.has_state(n):
+            mixer = self._mix(n, c.convolution)
+            output = self._linear(f"{block}.shortconv.out_proj", hidden, c.convolution.channels)
         else:
             mixer = self._attention(n)
             output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.heads[n].dim)
@@ -266,6 +274,7 @@ class TorchWeights:
             self._feed_forward(block, "_exps", e.ffn_size, e.count) if e else None,
             # Which experts are chosen hangs on little: exact, whatever the others are.
             self._linear(f"{block}.ffn_gate_inp", e.count, hidden, form="f32") if e else None,
+            self._bias(f"{block}.exp_probs_b", e.count) if e else None,
             self._matrix(f"{block}.ffn_gate_inp_shexp", 1, hidden, form="f32") if c.has_shared_gate else None,
             self._post_norm(f"{block}.post_ffw_norm"),
             self._beside(block, e.count) if e and arch.experts_beside else None,
@@ -299,13 +308,22 @@ class TorchWeights:
             sizes = {"attn_q": queries}
         qkv = ["attn_qkv"] if self._has(f"{block}.attn_qkv.weight") else [*sizes]
         ones = torch.ones(heads.dim, device=self._device)
+        plain = Norm(ones, None, c.norm_eps, centred=False)
+        unit = plain if c.has_unit_heads(n) else None
         return Attention(
             tuple(self._linear(f"{block}.{name}", sizes.get(name, sum(sizes.values())), c.hidden_size) for name in qkv),
-            self._head_norm(f"{block}.attn_q", c.num_heads, heads.dim),
-            self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim) if "attn_k" in sizes else None,
-            Norm(ones, None, c.norm_eps, centred=False) if c.arch.normed_values else None,
+            unit or self._head_norm(f"{block}.attn_q", c.num_heads, heads.dim),
+            unit or (self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim) if "attn_k" in sizes else None),
+            plain if c.arch.normed_values else None,
             self._vector(f"{block}.attn_sinks.weight", c.num_heads) if c.arch.sinks else None,
         )
+
+    def _mix(self, n: int, sizes: ConvolutionSizes) -> Mix:
+        block = f"blk.{n}.shortconv"
+        taps = torch.zeros(TAPS, sizes.channels, device=self._device)
+        taps[TAPS - sizes.taps :] = self._vector(f"{block}.conv.weight", sizes.channels, sizes.taps).T
+        number = sorted(sizes.layers).index(n)
+        return Mix(number, self._linear(f"{block}.in_proj", 3 * sizes.channels, self._config.hidden_size), taps)
 
     def _recurrence(self, n: int, sizes: DeltaSizes) -> Recurrence:
         c, block, heads = self._config, f"blk.{n}", sizes.num_value_heads

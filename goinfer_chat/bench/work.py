@@ -99,11 +99,11 @@ class Work:
     @property
     def _attending(self) -> list[int]:
         """Layers that look at keys and values, their own or those of others."""
-        return [n for n in range(self.config.num_layers) if not self.config.is_delta(n)]
+        return [n for n in range(self.config.num_layers) if not self.config.has_state(n)]
 
     def _seen(self, layer: int, num_positions: int) -> int:
         """How many of these positions a layer looks at from the last one."""
-        return min(num_positions, self.config.window) if self.config.is_local(layer) else num_positions
+        return min(num_positions, abs(self.config.window)) if self.config.is_local(layer) else num_positions
 
     def _seen_by_all(self, layer: int, num_tokens: int) -> int:
         """The same from each token of a prompt, summed."""

@@ -165,6 +165,8 @@ def keep(c: Record) -> None:
 
 @compiled
 def first_seen(position: int, window: int) -> int:
+    if window < 0:
+        return position // -window * -window
     return max(0, position + 1 - window) if window else 0
 
 

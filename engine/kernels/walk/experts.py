@@ -14,6 +14,7 @@ from engine.kernels.walk.instructions import (
     add_scaled,
     add_vector,
     choose,
+    choose_biased,
     clear_bytes,
     compiled,
     copy_bytes,
@@ -32,9 +33,15 @@ def route(c: Record, op: Record, start: int, end: int) -> None:
     for r in range(start, end):
         at = 4 * r * c.num_chosen
         logits = op.out + r * op.out_bytes
-        choose(logits, c.num_experts, c.num_chosen, c.expert_sum, c.expert_scale, c.choices + at, c.choice_weights + at)
+        ids, weights = c.choices + at, c.choice_weights + at
+        if op.bias or c.even_experts:
+            choose_biased(
+                logits, c.num_experts, c.num_chosen, c.even_experts, c.expert_sum, c.expert_scale, op.bias, ids, weights
+            )
+        else:
+            choose(logits, c.num_experts, c.num_chosen, c.expert_sum, c.expert_scale, ids, weights)
         if op.expert_scales:
-            scale_choices(c.choice_weights + at, c.choices + at, op.expert_scales, c.num_chosen)
+            scale_choices(weights, ids, op.expert_scales, c.num_chosen)
 
 
 @compiled
@@ -143,7 +150,8 @@ def experts_down(c: Record, op: Record, tid: int, rows: int, low: int, high: int
                     if op.bias:
                         add_vector(buffer + j * row_bytes, op.bias + 4 * (e * c.hidden + g * 16), groups * 16)
                     out = op.out + int32_at(c.slot_rows + 4 * (s + j)) * op.out_bytes + g * LINE
-                    add_scaled(buffer + j * row_bytes, c.slot_weights + 4 * (s + j), out, groups * 16)
+                    weight = c.one if op.weighted_inputs else c.slot_weights + 4 * (s + j)
+                    add_scaled(buffer + j * row_bytes, weight, out, groups * 16)
                 s += count
             n += 1
             e = int32_at(c.busy_experts + 4 * n)

@@ -89,6 +89,17 @@ def norm(c: Record, op: Record, tid: int, i: int, end: int) -> None:
 
 
 @compiled
+def take(c: Record, op: Record, i: int, end: int) -> None:
+    act = activation_at(c.activations, op.activation)
+    per_row = act.num_values // act.unit
+    while i < end:
+        r, first = i // per_row, i % per_row
+        count = min(per_row - first, end - i)
+        activate_plain(act, r, op.out + r * op.out_bytes, 0, 0, first, count)
+        i += count
+
+
+@compiled
 def cap_row(op: Record, start: int, end: int) -> None:
     """Shares of CAP_SHARE values of rows."""
     per_row = (op.count + CAP_SHARE - 1) // CAP_SHARE
@@ -208,6 +219,8 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
                 biases = op.bias + 4 * (2 * expert * result.num_values + strip * unit)
                 add_vector(buffer + j * row_bytes, biases, unit)
                 add_vector(buffer + j * row_bytes + 4 * unit, biases + 4 * result.num_values, unit)
+            if op.weighted_inputs:
+                scale_vector(buffer + j * row_bytes, c.slot_weights + 4 * (r + j), 2 * unit)
             x = buffer + j * row_bytes - strip * unit * 4
             if op.activates == Gate.GELU:
                 activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)

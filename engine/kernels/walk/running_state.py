@@ -1,4 +1,4 @@
-"""Operations of layers with a running state (Gated DeltaNet), which go from row to row."""
+"""Operations of layers with a running state (Gated DeltaNet, short convolutions), which go from row to row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from engine.kernels.plan import (
     DELTA_COLUMNS,
     TAPS,
 )
+from engine.kernels.program import Op
 from engine.kernels.walk.instructions import (
     LINE,
     Record,
@@ -16,6 +17,7 @@ from engine.kernels.walk.instructions import (
     delta,
     delta_gates,
     int32_at,
+    mix,
     norm_gated,
     unit_vector,
 )
@@ -55,7 +57,7 @@ def num_channels(c: Record) -> int:
 @compiled
 def convolve_rows(c: Record, op: Record, start: int, end: int) -> None:
     """Strips of 16 channels, each through all rows."""
-    width = 4 * num_channels(c)
+    width = 4 * op.count
     for i in range(start, end):
         at, first = i * LINE, 0
         while first < c.num_rows:
@@ -66,7 +68,9 @@ def convolve_rows(c: Record, op: Record, start: int, end: int) -> None:
                     before = slot_of(c, first, segment - 1) + op.state_offset + at
                     for j in range(TAPS - 1):
                         copy_bytes(state + j * width, before + j * width, LINE)
-                if until > r:
+                if until > r and op.code == Op.MIX:
+                    mix(c.qkv + r * c.qkv_bytes + at, c.qkv_bytes, until - r, op.weight + at, state, width)
+                elif until > r:
                     convolve(c.qkv + r * c.qkv_bytes + at, c.qkv_bytes, until - r, op.weight + at, state, width)
                 r, segment = until, segment + 1
             first = last

@@ -63,8 +63,9 @@ from engine.kernels.walk.layers import (
     matmul,
     norm,
     num_groups,
+    take,
 )
-from engine.kernels.walk.running_state import convolve_rows, delta_rows, norm_gated_rows, num_channels, unit_rows
+from engine.kernels.walk.running_state import convolve_rows, delta_rows, norm_gated_rows, unit_rows
 
 SPINS = 20_000
 """Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
@@ -78,7 +79,7 @@ def num_units(c: Record, op: Record, rows: int) -> int:
     code = op.code
     if code == Op.EMBED:
         return rows
-    if code == Op.NORM:
+    if code == Op.NORM or code == Op.TAKE:
         act = activation_at(c.activations, op.activation)
         return rows * (act.num_values // act.unit)
     if code == Op.MATMUL:
@@ -112,8 +113,8 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return most_busy(c, rows) * (result.num_values // result.unit)
     if code == Op.EXPERTS_DOWN:
         return num_groups(c, op)
-    if code == Op.CONVOLVE:
-        return num_channels(c) // 16
+    if code == Op.CONVOLVE or code == Op.MIX:
+        return op.count // 16
     if code == Op.UNIT:
         return rows * (2 * c.key_heads + 1)
     if code == Op.DELTA:
@@ -188,7 +189,7 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         experts_down(c, op, tid, rows, start, end)
     elif code == Op.ADD_GATED:
         add_shared(c, op, start, end)
-    elif code == Op.CONVOLVE:
+    elif code == Op.CONVOLVE or code == Op.MIX:
         convolve_rows(c, op, start, end)
     elif code == Op.UNIT:
         unit_rows(c, op, start, end)
@@ -196,6 +197,8 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         delta_rows(c, op, start, end)
     elif code == Op.NORM_GATED:
         norm_gated_rows(c, op, start, end)
+    elif code == Op.TAKE:
+        take(c, op, start, end)
     elif code == Op.GIVE:
         give(c, op, tid, start, end)
     elif code == Op.GATE_GIVEN:
