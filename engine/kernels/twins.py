@@ -261,7 +261,7 @@ def choose_biased(
     order = x if bias is None else _finite(shares + bias)
     experts = np.argsort(-order, axis=-1, kind="stable")[:, :chosen]
     picked = np.take_along_axis(shares, experts, axis=-1)
-    total = larger(_shared(shares, experts), np.float32(LEAST_SUM)) if of_chosen else np.float32(1)
+    total = np.maximum(_shared(shares, experts), np.float32(LEAST_SUM)) if of_chosen else np.float32(1)
     return experts, picked / total * np.float32(scale)
 
 
