@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from engine.config import ModelConfig
 from engine.kernels.attention import BLOCK, PART, STATE
 from engine.kernels.plan import GATED_ROWS, QUERY_TILE, SPLIT_ROWS
-from engine.weights import zeroed
+from engine.pages import zeroed
 
 MAX_WANTED = 64
 """Rows of logits one step can return."""

@@ -5,13 +5,13 @@ of running states.
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import EngineError, OutOfMemoryError
+from engine.pages import REFUSED, private
 
 BLOCK_SIZE = 64
 """Positions in a block."""
@@ -133,17 +133,9 @@ class StatePool(KVPool):
 def _map_zeros(num_bytes: int) -> NDArray[np.uint8]:
     """Zeros [num_bytes] u8, committed page by page when they are written."""
     try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            # Python's default for an anonymous mapping is shared, which is tmpfs: no huge pages, and kept by children.
-            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            mapping = mmap.mmap(-1, num_bytes)
-    except OSError as error:
+        return private(num_bytes)
+    except REFUSED as error:
         raise OutOfMemoryError(
-            f"the KV cache needs {num_bytes / 2**20:,.0f} MiB of address space, which the system refuses "
-            f"({error.strerror or error}); choose a smaller context or fewer kept conversations"
+            f"the KV cache needs {num_bytes / 2**20:,.0f} MiB of address space, which the system refuses ({error}); "
+            "choose a smaller context or fewer kept conversations"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # kernels built without huge pages; small pages work as well
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, dtype=np.uint8)

@@ -20,7 +20,8 @@ from engine.kernels.program import ACTIVATION, MATRIX, OPERATION, Gate, Op
 from engine.kv_cache import BLOCK_SIZE
 from engine.matrices import FeedForward, LayerMatrices
 from engine.operands import Operands
-from engine.weights import Matrix, load_vector, zeroed
+from engine.pages import zeroed
+from engine.weights import Matrix, load_vector
 
 if TYPE_CHECKING:
     from engine.model import Model

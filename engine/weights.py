@@ -16,35 +16,18 @@ from engine.gguf_file import GGUFFile
 from engine.kernels.formats import FORMATS, ROWS, WeightFormat
 from engine.kernels.layout import LayOut
 from engine.kernels.matmul import PREFETCH_BYTES
+from engine.pages import PRIVATE, REFUSED, zeroed
 from engine.quant import dequantize, row_bytes
 
 PAGE = 4096
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-
-
-def zeroed(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed private memory [num_bytes] u8 that starts at a page, in large pages where the system has them.
-
-    Raises OutOfMemoryError when the address space cannot be had.
-    """
-    try:
-        # Private: a shared mapping, the default, gets no large pages.
-        memory = mmap.mmap(-1, max(num_bytes, 1), **_PRIVATE)
-    except (OSError, ValueError, OverflowError) as error:
-        raise OutOfMemoryError(
-            f"{num_bytes / 1e9:.1f} GB of memory cannot be had: {error}; close other programs or choose a smaller model"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
 def _check_addresses(gguf: GGUFFile, num_bytes: int) -> None:
     """Raise OutOfMemoryError if a file of this size cannot be mapped, before it is written."""
     try:
         if hasattr(mmap, "PROT_READ"):
-            mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ, **_PRIVATE).close()
-    except (OSError, ValueError, OverflowError) as error:
+            mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ, **PRIVATE).close()
+    except REFUSED as error:
         raise OutOfMemoryError(
             f"{gguf.path.name}: its weights, {num_bytes / 1e9:.1f} GB, cannot be mapped: {error}; a limit on address "
             "space (ulimit -v) counts what is mapped too"

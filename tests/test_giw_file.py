@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny_models import write_tiny_model
 
 from engine import giw_file
 from engine.gguf_file import open_gguf
+from engine.kv_pool import KVPool
 from engine.model import LoadOptions, Model
 
 KEY = giw_file.key_of("0" * 64, "a matrix at 0")
@@ -97,3 +99,69 @@ def test_a_model_starts_from_its_kept_weights_with_the_same_bits(
     assert [k.name for k in giw_file.list_kept()] == ["tiny"]
     assert memories[0][0] == memories[1][0]
     assert [writeable for _, writeable in memories] == [True, False]  # laid out, then mapped
+
+
+@pytest.mark.parametrize("refusal", ["no such word", "the kernel says no"])
+def test_where_large_pages_are_refused_models_load_all_the_same(
+    refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(giw_file, "WORTH_KEEPING", 0)
+    if refusal == "no such word":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    else:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345, raising=False)
+        with pytest.raises(OSError, match="Invalid argument"):
+            mmap.mmap(-1, 4096).madvise(mmap.MADV_HUGEPAGE)
+    path = write_tiny_model(tmp_path / "tiny.gguf", "llama")
+    memories = []
+    for _ in range(2):
+        with open_gguf(path) as gguf:
+            model = Model.load(gguf, LoadOptions(threads=2, max_positions=128))
+            memories.append(bytes(model.weights.memory))
+            assert not model.new_pool(2).memory.any()
+            model.close()
+    assert memories[0] == memories[1]
+    assert KVPool(4096, 3).memory.shape == (3, 4096)
+
+
+def in_large_pages(start: int) -> int:
+    """Bytes of the mapping of a file at this address that lie in large pages; 0 where the system does not say."""
+    try:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith(f"{start:x}-"):
+            return next((int(more.split()[1]) << 10 for more in lines if more.startswith("FilePmdMapped:")), 0)
+    return 0
+
+
+def mapped_address(path: Path) -> tuple[np.ndarray, int]:
+    """A file, read as mapped [bytes] u8, and its address."""
+    with path.open("rb") as file:
+        bytes_ = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    int(bytes_[::4096].sum())
+    return bytes_, bytes_.ctypes.data
+
+
+def test_a_kept_file_lies_in_large_pages_where_files_can(tmp_path: Path) -> None:
+    size = 40 << 20
+    weights = np.random.default_rng(1).integers(0, 256, size - giw_file.PAGE, dtype=np.uint8)
+    plain = tmp_path / "plain"
+    plain.write_bytes(bytes(giw_file.PAGE) + weights.tobytes())
+    whole, start = mapped_address(plain)
+    if in_large_pages(start) < size:
+        pytest.skip("this kernel or file system has no large pages for files, or none are free")
+    del whole
+    giw_file.keep(KEY, "tiny", weights, threads=2)
+    path = giw_file.path_of(KEY)
+    for written in (True, False):  # as it was written, and as it is read when nothing of it is in memory
+        if not written:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = kept(size=len(weights))
+        assert found is not None
+        assert np.array_equal(found, weights)
+        assert in_large_pages(found.ctypes.data - giw_file.PAGE) >= size * 0.95
+        del found

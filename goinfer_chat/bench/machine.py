@@ -23,7 +23,7 @@ from engine.kernels.build import CompiledKernels
 from engine.kernels.probe import CHAINS, READ_BYTES, probe_module
 from engine.kernels.target import detect
 from engine.memory import available_memory
-from engine.weights import zeroed
+from engine.pages import zeroed
 from goinfer_chat.amounts import counted
 
 BUFFER_BYTES = 1 << 30
