@@ -441,7 +441,11 @@ def test_speed_of_the_default_model_is_a_table(model_path: Callable[[str], Path]
     ("arguments", "message"),
     [
         (["speed", "--prefill", "5,x"], "error: 'x' is not a whole number"),
-        (["speed", "--peer", "other"], "error: unknown peer 'other'; choose from: llama.cpp"),
+        (["speed", "--peer", "other"], "error: unknown peer 'other'; choose from: llama.cpp, openvino"),
+        (
+            ["replay", "--peer", "openvino"],
+            "error: openvino is measured by bench speed only; bench replay takes: llama.cpp",
+        ),
         (["speed", "--peer-python", "python"], "error: --peer-python says where a peer is; give --peer too"),
         (["replay", "--repeat", "0"], "error: repeat must be 1 or more, not 0"),
         (["copy", "--spec", "guess"], "error: unknown speculation 'guess'; choose from: off, ngram"),

@@ -1,7 +1,7 @@
 """The peer: another program in another process, that gets the same tokens and keeps the same cache.
 
-Its library is played by a small module of the same name, which writes down what it is asked; the real one is used
-where GOINFER_CHAT_PEER_PYTHON names a Python that has it.
+Its library is played by small modules of the same names, which write down what they are asked; the real ones are used
+where GOINFER_CHAT_PEER_PYTHON and GOINFER_CHAT_OPENVINO_PYTHON name a Python that has them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,47 @@ def llama_synchronize(context): pass
 """
 
 
+OPENVINO = """
+import json, os
+from types import SimpleNamespace
+
+class Core:
+    def get_property(self, device, name):
+        return {"FULL_DEVICE_NAME": "CPU of " + device, "INFERENCE_PRECISION_HINT": "<Type: 'float32'>"}.get(name, 7)
+
+def Tensor(array):
+    assert array.dtype == "int64"
+    return array.tolist()
+
+class LLMPipeline:
+    def __init__(self, path, device, **settings):
+        if "bad" in path:
+            raise RuntimeError("[load_gguf] gguf_tensor_to_f16 failed")
+        assert settings.pop("scheduler_config").enable_prefix_caching is False
+        log("pipeline", device, settings)
+
+    def generate(self, inputs, config):
+        log("generate", *inputs, vars(config))
+        durations = [250_000.0] * (config.max_new_tokens - 1)
+        return SimpleNamespace(perf_metrics=SimpleNamespace(raw_metrics=SimpleNamespace(m_durations=durations)))
+
+def TokenizedInputs(ids, mask): return ids, mask
+class GenerationConfig(SimpleNamespace): pass
+class SchedulerConfig(SimpleNamespace): pass
+
+__version__ = "2026.1"
+def log(*words):
+    with open(os.environ["PEER_LOG"], "a") as file:
+        file.write(json.dumps(words) + "\\n")
+"""
+
+
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[object]]]:
     """Puts the module where the peer's Python finds it; calling it gives what it was asked since the last call."""
     (tmp_path / "llama_cpp.py").write_text(LIBRARY)
+    for module in ("openvino", "openvino_genai"):
+        (tmp_path / f"{module}.py").write_text(OPENVINO)
     log = tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PEER_LOG", str(log))
@@ -154,6 +191,57 @@ def test_the_real_peer_reads_what_it_is_told(model_path: Callable[[str], Path]) 
         assert peer.version[0].isdigit()
         assert peer.prompt(range(500, 530)) > 0
         assert peer.prompt(range(500, 535), reuse=True) > 0
+        assert peer.decode(range(500, 520), [1000, 1001]) > 0
+
+
+# ---------------------------------------------------------------- OpenVINO
+@pytest.fixture
+def openvino(library: Callable[[], list[list[object]]]) -> Iterator[Peer]:
+    with Peer(PeerChoice(name="openvino"), Path("model.gguf"), threads=3, num_positions=2000) as peer:
+        assert library() == [["pipeline", "CPU", {"INFERENCE_NUM_THREADS": 3}]]
+        yield peer
+
+
+def test_openvino_says_what_it_is_and_how_exact(openvino: Peer) -> None:
+    assert (openvino.name, openvino.version) == ("openvino", "2026.1")
+    precisions = "INFERENCE_PRECISION_HINT = float32 | DYNAMIC_QUANTIZATION_GROUP_SIZE = 7 | KV_CACHE_PRECISION = 7"
+    assert openvino.system == f"CPU of CPU : {precisions}"
+
+
+def test_openvino_reads_a_prompt_to_its_first_token_and_decodes_as_many_as_are_asked_for(
+    openvino: Peer, library: Callable[[], list[list[object]]]
+) -> None:
+    greedy = {"do_sample": False, "ignore_eos": True}
+    openvino.prompt([5, 6, 7])
+    assert library() == [["generate", [[5, 6, 7]], [[1, 1, 1]], {"max_new_tokens": 1, **greedy}]]
+    assert openvino.decode([5, 6], [8, 9, 10]) == 0.75  # the first token is the prompt's
+    assert library() == [["generate", [[5, 6]], [[1, 1]], {"max_new_tokens": 4, **greedy}]]
+
+
+def test_openvino_is_not_measured_with_reuse(openvino: Peer) -> None:
+    with pytest.raises(EngineError, match="openvino: RuntimeError: prompts are measured without reuse here"):
+        openvino.prompt([1, 2], reuse=True)
+
+
+def test_a_model_that_openvino_cannot_load_is_an_error_in_its_words(library: object) -> None:
+    with pytest.raises(EngineError, match=r"openvino: RuntimeError: \[load_gguf\] gguf_tensor_to_f16 failed"):
+        Peer(PeerChoice(name="openvino"), Path("bad.gguf"), threads=1, num_positions=10)
+
+
+def test_a_python_without_openvino_is_named(library: object, tmp_path: Path) -> None:
+    (tmp_path / "openvino_genai.py").write_text("raise ModuleNotFoundError(\"No module named 'openvino_genai'\")")
+    with pytest.raises(UsageError, match="has no openvino-genai; pip install it there, or name another Python"):
+        Peer(PeerChoice(name="openvino"), Path("model.gguf"), threads=1, num_positions=10)
+
+
+def test_the_real_openvino_reads_what_it_is_told(model_path: Callable[[str], Path]) -> None:
+    python = os.environ.get("GOINFER_CHAT_OPENVINO_PYTHON")
+    if not python:
+        pytest.skip("GOINFER_CHAT_OPENVINO_PYTHON names no Python with openvino-genai")
+    choice = PeerChoice(name="openvino", python=python)
+    with Peer(choice, model_path("smollm2-135m"), threads=1, num_positions=100) as peer:
+        assert peer.version[0].isdigit()
+        assert peer.prompt(range(500, 530)) > 0
         assert peer.decode(range(500, 520), [1000, 1001]) > 0
 
 

@@ -43,6 +43,10 @@ class _HasObject(Protocol):
 Row = TypeVar("Row", bound=_HasObject)
 
 PeerName = Annotated[
+    str | None,
+    typer.Option("--peer", metavar="NAME", help="Also measure this program, in turn with ours: llama.cpp or openvino."),
+]
+ReusingPeer = Annotated[
     str | None, typer.Option("--peer", metavar="NAME", help="Also measure this program, in turn with ours: llama.cpp.")
 ]
 PeerPython = Annotated[
@@ -107,7 +111,7 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         restart: Annotated[bool, typer.Option("--restart", help="Restart the engine before each turn.")] = False,
         tool_schemas: Annotated[int, typer.Option(metavar="N", help="Number of tools in the prompt, 4 to 25.")] = 4,
         repeat: Repeat = 3,
-        peer: PeerName = None,
+        peer: ReusingPeer = None,
         peer_python: PeerPython = None,
     ) -> int:
         """Measure the time to the first token, turn by turn, in a coding agent's session."""
@@ -117,6 +121,8 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         if restart and not reuse:
             raise UsageError("--restart measures what is reused from the disk; leave out --no-reuse")
         choice = _peer(peer, peer_python)
+        if choice is not None and choice.name != "llama.cpp":
+            raise UsageError(f"{choice.name} is measured by bench speed only; bench replay takes: llama.cpp")
         plan = ReplayPlan(turns, tool_schemas, repeat, reuse=reuse, both=both, restart=restart)
         return _replay(settings_of(context, flags), make_engine, plan, choice)
 

@@ -1,8 +1,8 @@
-"""llama.cpp doing what it is told and timing it: run by `peer_process.py` with a Python that has llama-cpp-python.
+"""A peer doing what it is told and timing it: run by `peer_process.py` with a Python that has the peer's library.
 
-    python peer.py MODEL.gguf THREADS POSITIONS
+    python peer.py PEER MODEL.gguf THREADS POSITIONS
 
-It imports the standard library and llama_cpp only, since that Python need not have anything of ours. Requests come as
+It imports the standard library and the peer only, since that Python need not have anything of ours. Requests come as
 lines of JSON on standard input, answers go as lines of JSON to standard output:
 
     {"do": "prompt", "ids": [...], "reuse": bool}      -> {"seconds": s, "tokens": n}   to the logits of the last id
@@ -85,10 +85,63 @@ class LlamaCpp:
         self._cached += ids
 
 
+class OpenVino:
+    """A pipeline of OpenVINO GenAI with its own defaults, but that it keeps nothing from one prompt to the next.
+
+    It gives no logits and takes no tokens while it decodes. So a prompt is timed to its first token, and decoding goes
+    on greedily with what it says itself, the same number of tokens.
+    """
+
+    def __init__(self, path: str, threads: int, positions: int) -> None:
+        del positions  # its cache grows
+        self._openvino: Any = importlib.import_module("openvino")
+        self._lib: Any = importlib.import_module("openvino_genai")
+        scheduling = self._lib.SchedulerConfig()
+        scheduling.enable_prefix_caching = False
+        self._pipe = self._lib.LLMPipeline(path, "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=threads)
+
+    def about(self) -> dict[str, str]:
+        core = self._openvino.Core()
+        names = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION")
+        # A precision prints itself as <Type: 'bfloat16'>.
+        values = (str(core.get_property("CPU", name)).removeprefix("<Type: '").removesuffix("'>") for name in names)
+        said = " | ".join(f"{name} = {value}" for name, value in zip(names, values))
+        return {
+            "version": str(self._lib.__version__),
+            "system": f"{core.get_property('CPU', 'FULL_DEVICE_NAME')} : {said}",
+        }
+
+    def prompt(self, ids: list[int], reuse: bool) -> dict[str, float]:
+        if reuse:
+            raise RuntimeError("prompts are measured without reuse here")
+        started = perf_counter()
+        self._run(ids, 1)
+        return {"seconds": perf_counter() - started, "tokens": len(ids)}
+
+    def decode(self, before: list[int], ids: list[int]) -> dict[str, float]:
+        metrics = self._run(before, 1 + len(ids)).perf_metrics
+        steps = list(metrics.raw_metrics.m_durations)  # microseconds, one for each token behind the first
+        if len(steps) != len(ids):
+            raise RuntimeError(f"OpenVINO decoded {len(steps)} tokens of {len(ids)}")
+        return {"seconds": sum(steps) / 1e6, "tokens": len(ids)}
+
+    def _run(self, ids: list[int], count: int) -> Any:
+        config = self._lib.GenerationConfig()
+        config.max_new_tokens = count
+        config.do_sample, config.ignore_eos = False, True
+        numpy = importlib.import_module("numpy")  # OpenVINO's arrays are NumPy's
+        row = numpy.array([ids], numpy.int64)
+        tensor = self._openvino.Tensor
+        return self._pipe.generate(self._lib.TokenizedInputs(tensor(row), tensor(numpy.ones_like(row))), config)
+
+
+PEERS: dict[str, Any] = {"llama.cpp": LlamaCpp, "openvino": OpenVino}
+
+
 def answers(arguments: list[str], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
     """The line about the peer, then an answer for each request."""
-    path, threads, positions = arguments
-    peer = LlamaCpp(path, int(threads), int(positions))
+    name, path, threads, positions = arguments
+    peer = PEERS[name](path, int(threads), int(positions))
     yield peer.about()
     for line in requests:
         request = json.loads(line)

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from engine.errors import EngineError, UsageError
 
-PEERS: Final = ("llama.cpp",)
+PEERS: Final = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "openvino": ("openvino_genai", "openvino-genai")}
+"""The module that the peer's Python imports, and the package that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +32,16 @@ class PeerChoice:
 
 
 class Peer:
-    """A model loaded by llama.cpp, which idles between requests. Use as a context manager or close it."""
+    """A model loaded by a peer, which idles between requests. Use as a context manager or close it."""
 
     def __init__(self, choice: PeerChoice, model: Path, *, threads: int, num_positions: int) -> None:
-        """Raises UsageError when that Python cannot be run or has no llama-cpp-python, EngineError when it fails."""
+        """Raises UsageError when that Python cannot be run or has not the peer's package, EngineError when it fails."""
         self.name = choice.name
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - until close
         script = Path(__file__).with_name("peer.py")
         try:
             self._process = subprocess.Popen(
-                [choice.python, str(script), str(model), str(threads), str(num_positions)],
+                [choice.python, str(script), choice.name, str(model), str(threads), str(num_positions)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -56,10 +57,10 @@ class Peer:
             about = self._answer()
         except EngineError as error:
             self.close()
-            if "No module named 'llama_cpp'" in str(error):
+            module, package = PEERS[choice.name]
+            if f"No module named '{module}'" in str(error):
                 raise UsageError(
-                    f"{choice.python} has no llama-cpp-python; pip install it there, or name another Python with "
-                    "--peer-python"
+                    f"{choice.python} has no {package}; pip install it there, or name another Python with --peer-python"
                 ) from None
             raise
         except BaseException:
