@@ -32,8 +32,9 @@ def help_of(words: tuple[str, ...], command: Any) -> str:
 
 def page() -> str:
     parts = [
-        "# What --help says\n",
-        "Made from the program by `python tests/write_help.py`. What it does not say stands in [cli.md](cli.md).",
+        "# What --help prints\n",
+        "For those who look up a flag without starting the program: what `--help` prints for every command.",
+        "Written by `python tests/write_help.py`; [cli.md](cli.md) explains the rest.",
     ]
     for words, command in commands(typer.main.get_command(build_app(load_engine))):
         parts.append(f"\n## {' '.join(words)}\n\n```text\n{help_of(words, command)}\n```")

@@ -65,19 +65,21 @@ _TITLES = {
 }
 _COLUMNS = ("architecture", "models", "reuse", "speculation", "checkpoints", "tools", "thinking", "special about it")
 _ALL = (
-    "Reuse: what is cached is used again, in undo, forks and kept conversations too. Checkpoints: needed for it where a"
-    " layer's state cannot be cut back. Tools and thinking: written and read as the file's chat template writes them;"
-    " where it knows no tools, they are told in words."
+    "Reuse: cached prompts are used again, also by undo, forks and kept conversations. Checkpoints: what reuse needs"
+    " where the state of a layer cannot be cut back. Tools and thinking: as the file's chat template writes them; where"
+    " it has no tools, the system prompt describes them."
 )
 
 _PAGE = """# Which models run
 
-This page is written by the program (`python -m goinfer_chat.models.supported`), and a test holds it to the code.
-`goinfer-chat models --supported` shows the same in a terminal, with `--json` for programs.
+For those who want to know whether a model runs before they download it. The program writes this page
+(`python -m goinfer_chat.models.supported`), and a test compares it with the code. `goinfer-chat models --supported`
+shows the same in a terminal, with `--json` for programs.
 
-An architecture is what a GGUF file names as `general.architecture`. Each one here is compared with llama.cpp's logits
-on a small random model, and with a plain NumPy version of itself bit by bit ([how to add one](adding-a-model.md)).
-A file with a tensor or a setting that the engine does not know is refused with its name, never run in part.
+An architecture is what a GGUF file states as `general.architecture`. Each one here is compared with llama.cpp's logits
+on a small random model, and bit by bit with a version of itself in plain NumPy ([how to add one](adding-a-model.md)).
+A file with a tensor or a setting that the engine does not know is refused, with the name of what is unknown; it is
+never run in part.
 """
 
 
