@@ -147,6 +147,29 @@ def test_a_client_that_takes_nothing_for_long_has_left(narrow: Running, monkeypa
 
 
 # ---------------------------------------------------------------- who waits
+def test_the_choices_of_one_request_take_the_places_that_nobody_waits_for(tiny: Path) -> None:
+    with running_server(tiny, max_concurrent=2, max_queue=2) as server:
+        forward, most = server.engine._model.forward, 0
+
+        def slowly(batch: Any) -> Any:
+            nonlocal most
+            time.sleep(0.01)
+            most = max(most, len(server.engine._scheduler._running))
+            return forward(batch)
+
+        server.engine._model.forward = slowly  # type: ignore[method-assign]
+        body = {**LONG, "n": 6, "max_tokens": 50, "speculation": "off"}
+        with server.send("/v1/chat/completions", body) as many:
+            server.wait_until(lambda: server.served.admission.num_running == 2)
+            assert server.chat("one", 2).status == 200
+            answered = time.perf_counter()
+            assert server.served.admission.num_running
+            assert len(read_answer(many).json["choices"]) == 6
+        assert time.perf_counter() - answered > 0.5  # one after the first two, three more to come
+        assert most == 2
+        server.wait_until(lambda: server.is_idle)
+
+
 def test_one_runs_one_waits_and_the_others_are_told_at_once(narrow: Running) -> None:
     running = narrow.send("/v1/chat/completions", {**LONG, "stream": True})
     narrow.wait_until(lambda: narrow.served.admission.num_running == 1)

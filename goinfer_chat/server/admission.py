@@ -1,4 +1,4 @@
-"""How many requests run and wait. Who finds no place is told so at once, and when to come again."""
+"""How many replies run and how many requests wait. Who finds no place is told so at once, and when to come again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from goinfer_chat.server.errors import ApiError
 
 
 class Admission:
-    """Places of one model: `max_running` that run and `max_waiting` that wait. For one event loop."""
+    """Places of one model: `max_running` for replies that run and `max_waiting` for requests. For one event loop.
+
+    A request has one place as long as it runs, and for more replies than one takes others that nobody waits for.
+    """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.num_running = 0
@@ -36,6 +39,16 @@ class Admission:
         finally:
             self._seconds += 0.2 * (monotonic() - started - self._seconds)
             self._leave()
+
+    def take_spare(self) -> bool:
+        """Another place for who has one, if one is free and nobody waits; `give_back` returns it."""
+        spare = self.num_running < self._max_running and not self._waiting
+        self.num_running += spare
+        return spare
+
+    def give_back(self) -> None:
+        """It goes to who has waited for longest."""
+        self._leave()
 
     async def _enter(self) -> None:
         if self.num_running < self._max_running and not self._waiting:

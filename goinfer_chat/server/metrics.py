@@ -25,7 +25,7 @@ _HELP = {
     "goinfer_completion_tokens_total": "counter Tokens of replies.",
     "goinfer_cache_requests_total": "counter Requests by where their prompt's start was found: hit (memory, and the "
     "conversation goes on), shared (another's memory), restore (a file), miss.",
-    "goinfer_running_requests": "gauge Requests that run.",
+    "goinfer_running_requests": "gauge Replies that run.",
     "goinfer_waiting_requests": "gauge Requests that wait for a place.",
     "goinfer_inflight_requests": "gauge Requests that are in the house, in whatever state.",
     "goinfer_resident_bytes": "gauge Memory of the process.",

@@ -163,7 +163,7 @@ class Answer(Response):
                 raw = transcripts.begin_raw(request.prompt_ids or ())
                 requests.append(replace(request, conversation=raw[0]))
                 turns.append(raw)
-        work = Work(job.model.engine, requests, one_prompt=job.one_prompt)
+        work = Work(job.model.engine, job.model.admission, requests, one_prompt=job.one_prompt)
         try:
             async with work.running():
                 yield work

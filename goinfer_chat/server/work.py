@@ -13,17 +13,22 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from engine.api import Engine, Event, Finished, PrefillProgress, Reply, Request
+from goinfer_chat.server.admission import Admission
 
 Accepted = None
 """Stands before the events of a request that the engine has not refused."""
 
 
 class Work:
-    """Requests of one client. `events` yields (number of the request, event); the first is (0, Accepted)."""
+    """Requests of one client. `events` yields (number of the request, event); the first is (0, Accepted).
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], *, one_prompt: bool) -> None:
+    One always runs, in the place that the client has, and more in places that nobody waits for; the others come next.
+    """
+
+    def __init__(self, engine: Engine, admission: Admission, requests: Sequence[Request], *, one_prompt: bool) -> None:
         """`one_prompt`: all have the same, so it is read once, by the first, before the others start."""
         self._engine = engine
+        self._admission = admission
         self._requests = requests
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[int, Event | BaseException | None]] = deque()
@@ -35,21 +40,18 @@ class Work:
         self._read = threading.Event()
         if not one_prompt:
             self._read.set()
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,), name="reply", daemon=True)
-            for number in range(len(requests))
-        ]
-        self._num_alive = len(self._threads)
+        self._to_begin = deque(range(len(requests)))
+        self._num_alive = 0
         self._over = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Work]:
         """Left early, it stops the requests and waits until the engine has let go of them."""
-        for thread in self._threads:
-            thread.start()
+        self._begin()
         try:
             yield self
         finally:
+            self._to_begin.clear()
             for request in self._requests:
                 request.cancel.set()
             self._read.set()
@@ -82,6 +84,13 @@ class Work:
             if not self._items:
                 await self._arrived.wait()
 
+    def _begin(self) -> None:
+        """What there are places for."""
+        while self._to_begin and (not self._num_alive or self._admission.take_spare()):
+            number = self._to_begin.popleft()
+            threading.Thread(target=self._run, args=(number,), name="reply", daemon=True).start()
+            self._num_alive += 1
+
     def _run(self, number: int) -> None:
         request = self._requests[number]
         try:
@@ -113,5 +122,8 @@ class Work:
 
     def _ended(self) -> None:
         self._num_alive -= 1
+        if self._num_alive:
+            self._admission.give_back()
+        self._begin()
         if not self._num_alive:
             self._over.set()
