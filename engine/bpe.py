@@ -7,6 +7,7 @@ file only names the pre-tokenizer, and `PRE_TOKENIZERS` says what that name mean
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -130,6 +131,11 @@ def _byte_characters() -> str:
 _BYTE_OF = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
+_SHORT_TEXT = 4096
+"""Characters, about a millisecond's worth. `Tokenizer.encode` keeps all other Python threads waiting, a batch does not;
+and a batch of a short text would only be handed to another thread."""
+
+
 class ByteLevelBPE:
     """Text without any control token -> ids, and a token's text -> its bytes."""
 
@@ -146,10 +152,17 @@ class ByteLevelBPE:
         to_byte_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_byte_characters])
         self._tokenizer = tokenizer
+        self._long_texts = threading.Lock()
 
     def encode(self, text: str, *, continues: bool) -> list[int]:
-        """Ids of a stretch of text; `continues` (the text follows other text) makes no difference here."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of a stretch of text; `continues` (the text follows other text) makes no difference here.
+
+        Of long texts one is in work at a time, since each takes some hundred times its size.
+        """
+        if len(text) <= _SHORT_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._long_texts:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @staticmethod
     def piece(token: str) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.errors import ModelFileError
@@ -49,6 +50,7 @@ class SentencePieceBPE:
         self._scores = scores
         self._byte_ids = bytes_of
         self._unknown_id = unknown_id
+        self._long_words = threading.Lock()
         self._merge_cached = functools.lru_cache(_WORD_CACHE_SIZE)(self._merge)
         # A piece that spans the start of a word ("a" and "b" in "a b") keeps the words around it together.
         # A lone surrogate is in no piece, since pieces are UTF-8.
@@ -63,7 +65,11 @@ class SentencePieceBPE:
             text = _SPACE + text
         ids: list[int] = []
         for word in self._words(text):
-            ids += self._merge_cached(word) if len(word) <= _LONGEST_CACHED_WORD else self._merge(word)
+            if len(word) <= _LONGEST_CACHED_WORD:
+                ids += self._merge_cached(word)
+            else:
+                with self._long_words:  # one at a time, since each takes some hundred times its size
+                    ids += self._merge(word)
         return ids
 
     def _words(self, text: str) -> Iterable[str]:

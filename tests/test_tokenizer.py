@@ -193,6 +193,17 @@ def test_small_vocabularies_split_as_the_reference_pipelines() -> None:
     check_against(reference(qwen, qwen2_pipeline(), normalizers.NFC()), Tokenizer.from_gguf(qwen))
 
 
+def test_long_texts_have_the_ids_that_short_ones_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take another way through `tokenizers`."""
+    for pre in ("smollm", "qwen2", "llama-bpe"):
+        coder = Tokenizer.from_gguf(bpe_metadata(pre))._coder
+        for text in AWKWARD_TEXTS + random_texts(100):
+            ids = coder.encode(text, continues=False)
+            with monkeypatch.context() as patch:
+                patch.setattr("engine.bpe._SHORT_TEXT", 0)
+                assert coder.encode(text, continues=False) == ids
+
+
 def test_qwen_normalizes_to_nfc_and_smollm_does_not() -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     qwen, smollm = Tokenizer.from_gguf(bpe_metadata("qwen2")), Tokenizer.from_gguf(bpe_metadata("smollm"))

@@ -8,11 +8,15 @@ gives way to a new one, and a head has its time, however slowly its bytes come.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import h11
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from goinfer_chat.server.errors import ApiError
 
 ACCEPT_AT_ONCE = 64
 """Connections that are taken in before any of them is looked at."""
@@ -58,6 +62,17 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so as every other error; once an answer has begun there is no place for another."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            told = ApiError(400, "this is no HTTP request that can be read, or its length is not stated rightly")
+            raw = json.dumps(told.as_openai()).encode()
+            fields = {"content-type": "application/json", "content-length": str(len(raw)), "connection": "close"}
+            head = h11.Response(status_code=400, headers=list(fields.items()), reason="Bad Request")
+            for event in (head, h11.Data(data=raw), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
@@ -121,6 +136,8 @@ def connection_settings(most: int, idle_seconds: float = IDLE_SECONDS) -> dict[s
         "backlog": ACCEPT_AT_ONCE,
         "h11_max_incomplete_event_size": 64 * 1024,
         "log_config": None,
+        "log_level": "error",  # a warning for each request that is no HTTP would let clients fill the log
+        "ws": "none",
         "access_log": False,
         "lifespan": "off",
         "server_header": False,

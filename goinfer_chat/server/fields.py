@@ -21,9 +21,11 @@ def kind_of(value: object) -> str:
 
 
 def parse_body(raw: bytes) -> Fields:
-    """The object of a request. Raises ApiError."""
+    """The object of a request; a byte order mark, which editors put in front of a file, is dropped. Raises ApiError."""
+    if not raw:
+        raise ApiError(400, "the body is empty; it must be a JSON object", param="body")
     try:
-        value = json.loads(raw.decode("utf-8"))
+        value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8", param="body") from None
     except RecursionError:
