@@ -25,7 +25,7 @@ from engine.errors import EngineError, SchemaError
 from engine.json_schema import checked_schema
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     from engine.tokenizer import Tokenizer
 
@@ -169,7 +169,8 @@ class GrammarCompiler:
         """JSON texts that are valid under a schema. Raises SchemaError."""
         return self.compile(f"start: {self.json_rule(schema, what, style)}", what)
 
-    def json_rule(self, schema: Mapping[str, Any] | bool, what: str, style: JsonStyle | None = None) -> str:
+    @staticmethod
+    def json_rule(schema: Mapping[str, Any] | bool, what: str, style: JsonStyle | None = None) -> str:
         """The same as a part of a grammar. Raises SchemaError for a keyword that is not supported."""
         plain = checked_schema(schema, what)
         return "%json " + json.dumps({**plain, "x-guidance": (style or JsonStyle()).guidance()})
@@ -193,14 +194,13 @@ class GrammarCompiler:
 
     def compile(self, rules: str, what: str) -> Grammar:
         """A grammar of rules in llguidance's form of Lark, beginning with `start`. Raises SchemaError."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
         with self._lock:
             if rules in self._kept:
                 self._kept[rules] = self._kept.pop(rules)
                 return self._kept[rules]
-            limits = LLParserLimits(max_items_in_row=50_000, step_max_items=200_000, verbose_errors=False)
-            matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(rules), log_level=0, limits=limits)
+            matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(rules), log_level=0, limits=_limits())
             if matcher.is_error():
                 raise SchemaError(f"{what} cannot be followed: {_first_line(matcher.get_error())}")
             grammar = Grammar(matcher, self._tokenizer, self._bytes_of)
@@ -222,6 +222,22 @@ class GrammarCompiler:
     @functools.cached_property
     def _bytes_of(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
+
+
+def check_schema(schema: Mapping[str, Any] | bool, what: str = "the schema") -> None:
+    """Find what no reply can be held to before there is a model. Raises SchemaError."""
+    from llguidance import LLMatcher
+
+    rules = f"start: {GrammarCompiler.json_rule(schema, what)}"
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(rules), limits=_limits())
+    if problem:
+        raise SchemaError(f"{what} cannot be followed: {_first_line(problem)}")
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=50_000, step_max_items=200_000, verbose_errors=False)
 
 
 class _Vocabulary:

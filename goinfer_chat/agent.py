@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,18 @@ class Ask:
     """The tool that the reply must call."""
 
 
+def tools_of(settings: Settings) -> AbstractContextManager[Toolbox | None]:
+    """The tools that the settings name, open; None where they name none.
+
+    For before a model is loaded: what is wrong with them is said at once. Raises UsageError.
+    """
+    if not settings.tools:
+        return nullcontext()
+    from goinfer_chat.calls.toolbox import Toolbox
+
+    return Toolbox.chosen(settings)
+
+
 class Agent:
     """A conversation with a loaded model under the settings of the moment."""
 
@@ -60,8 +72,9 @@ class Agent:
         engines: Engines | None = None,
         *,
         asker: Asker | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
-        """`engines`: where `engine` comes from, if another one can take its place.
+        """`engines`: where `engine` comes from, if another one can take its place. `toolbox`: if it is open already.
 
         Raises UsageError for tools that cannot be had.
         """
@@ -72,7 +85,7 @@ class Agent:
         self.conversations = conversations or Conversations(session_folder(settings.session_dir), keep=False)
         self.attachments: list[Attachment] = []
         """What goes into the next message."""
-        self.toolbox: Toolbox | None = None
+        self.toolbox = toolbox
         """The tools, once they are needed: see `open_toolbox`."""
         self.asker = asker
         """Who asks a person about calls; None: nobody."""
@@ -84,6 +97,8 @@ class Agent:
         """Whether calls of a reply are run; if not, the turn ends with the reply that makes them."""
         self.schema: Mapping[str, Any] | bool | None = None
         """What replies must be valid under; None: any text."""
+        if toolbox is not None:
+            toolbox.approvals.asker = asker
         self.told_problem: str | None = None
         """What was said to be wrong with the kept cache of the turn that comes next."""
         self._unanswered: Ask | None = None
@@ -234,17 +249,10 @@ class Agent:
     def open_toolbox(self) -> Toolbox:
         """The tools there are; loaded when they are first needed. Raises UsageError."""
         if self.toolbox is None:
-            from goinfer_chat.calls.toolbox import Choice, Toolbox
+            from goinfer_chat.calls.toolbox import Toolbox
 
-            toolbox = Toolbox.open(self.settings)
-            choice = Choice.parse(self.settings.tools)
-            try:
-                toolbox.use(choice if self.settings.tools else replace(choice, on=False))
-            except UsageError:
-                toolbox.close()
-                raise
-            toolbox.approvals.asker = self.asker
-            self.toolbox = toolbox
+            self.toolbox = Toolbox.chosen(self.settings)
+            self.toolbox.approvals.asker = self.asker
         return self.toolbox
 
     def run_call(self, call: ToolCall) -> Iterator[TurnEvent]:

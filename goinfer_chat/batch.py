@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from engine.errors import UsageError
-from goinfer_chat.agent import Agent, Ask
+from goinfer_chat.agent import Agent, Ask, tools_of
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
 from goinfer_chat.script import CommandLine, Item, Turn
@@ -46,9 +46,10 @@ def run_items(
     if first is None:
         return 0
     with (
+        tools_of(settings) as toolbox,
         Conversations.start(settings, at_prompt=False) as conversations,
         make_engines(conversations) as engines,
-        closing(Agent(engines.current, settings, conversations, engines, asker=asker)) as agent,
+        closing(Agent(engines.current, settings, conversations, engines, asker=asker, toolbox=toolbox)) as agent,
     ):
         if prepare is not None:
             prepare(agent)

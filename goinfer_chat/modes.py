@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.api import Engine
 from engine.errors import UsageError
-from goinfer_chat.agent import Agent
+from goinfer_chat.agent import Agent, tools_of
 from goinfer_chat.batch import question, run_items
 from goinfer_chat.conversations import Conversations
 from goinfer_chat.engines import Engines
@@ -45,9 +45,19 @@ def chat(settings: Settings, make_engine: EngineFactory) -> int:
     screen = replies if replies.terminal else side
     with (
         quiet_terminal(sys.stdin, keep_typing=True) as terminal,
+        tools_of(settings) as toolbox,
         Conversations.start(settings, at_prompt=True) as conversations,
         engines_of(make_engine, settings, screen, conversations) as engines,
-        closing(Agent(engines.current, settings, conversations, engines, asker=PersonAsker(screen, terminal))) as agent,
+        closing(
+            Agent(
+                engines.current,
+                settings,
+                conversations,
+                engines,
+                asker=PersonAsker(screen, terminal),
+                toolbox=toolbox,
+            )
+        ) as agent,
     ):
         views = Views(agent, replies, screen, at_prompt=True)
         try:

@@ -287,3 +287,35 @@ def test_tools_lists_what_there_is_with_risk_and_arguments(program: Program, tmp
     assert [tool["name"] for tool in listed][:2] == ["read_file", "list_files"]
     assert {tool["risk"] for tool in listed} == {"reads", "writes", "runs"}
     assert listed[0]["parameters"]["required"] == ["path"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--schema", '{"not": {}}', "x"], 'the schema: the keyword "not" is not supported (at the top)'),
+        (
+            ["run", "--schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "x"],
+            "the schema cannot be followed: minimum (5) is greater than maximum (3)",
+        ),
+        (["run", "--tool", "no_such", "x"], "there is no tool 'no_such'"),
+        (["--tools", "no_such", "run", "x"], "there is no tool 'no_such'"),
+        (["--tools", "gone.py", "agent", "x"], "gone.py"),
+        (["--allow", "no_such", "agent", "x"], "no_such"),
+        (["--tools", "no_such"], "there is no tool 'no_such'"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_or_tools_is_said_before_a_model_is_looked_for(
+    project: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "goinfer_chat", "--model", str(project / "none.gguf"), *words],
+        input="x\n",
+        capture_output=True,
+        text=True,
+        cwd=project,
+        env=environment(tmp_path) | {"PYTHONPATH": str(PROGRAM.parent.parent)},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "none.gguf" not in done.stderr

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_vocab import spm_metadata
 
 from engine.errors import SchemaError, UsageError
-from engine.grammar import MAX_DIGITS, Grammar, GrammarCompiler, JsonStyle
+from engine.grammar import MAX_DIGITS, Grammar, GrammarCompiler, JsonStyle, check_schema
 from engine.json_schema import MAX_DEPTH, checked_schema
 from engine.tokenizer import Tokenizer
 
@@ -269,6 +269,10 @@ def test_what_cannot_be_followed_is_refused_in_a_second_with_a_reason(schema: An
         grammar(schema)
     assert time.perf_counter() - started < 1
     assert len(str(error.value).splitlines()) == 1
+    if schema != {"$ref": "#"}:  # that no text ends is seen by who draws tokens
+        with pytest.raises(SchemaError) as without_a_model:
+            check_schema(schema)
+        assert str(without_a_model.value) == str(error.value)
 
 
 @pytest.mark.parametrize(

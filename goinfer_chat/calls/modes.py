@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -69,6 +69,10 @@ class CutCallError(GoinferError):
 def run_with_schema(settings: Settings, make_engine: EngineFactory, text: str | None, schema: str) -> int:
     """One question whose reply is valid under a schema. Returns the exit code."""
     found = parse_schema(schema)
+    if settings.backend != "remote":  # a server may know others
+        from engine.grammar import check_schema
+
+        check_schema(found)
     asked = text_of(text)
     if asked is None:
         raise UsageError("run needs a question")
@@ -91,14 +95,16 @@ def run_forced(settings: Settings, make_engine: EngineFactory, text: str | None,
     asked = text_of(text)
     if not asked or not asked.strip():
         raise UsageError("run --tool needs a question: what the tool is to be called for")
+    from goinfer_chat.calls.toolbox import Toolbox
+
     replies, side = Stream(sys.stdout), Stream(sys.stderr)
-    with (
-        Conversations.start(settings, at_prompt=False) as conversations,
-        engines_of(make_engine, settings, side, conversations) as engines,
-        closing(Agent(engines.current, settings, conversations, engines)) as agent,
-    ):
+    with ExitStack() as stack:
+        toolbox = stack.enter_context(Toolbox.chosen(settings))
+        toolbox.offered(tool)
+        conversations = stack.enter_context(Conversations.start(settings, at_prompt=False))
+        engines = stack.enter_context(engines_of(make_engine, settings, side, conversations))
+        agent = stack.enter_context(closing(Agent(engines.current, settings, conversations, engines, toolbox=toolbox)))
         agent.runs_calls = False
-        agent.open_toolbox()
         view = _CallView(Stream(None) if settings.quiet else side)
         played = play_turn(agent, Ask(text=asked, tool=tool), view)
         if played.exit_code:

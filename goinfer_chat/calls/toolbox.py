@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -96,6 +96,17 @@ class Toolbox:
             )
             check_rules([*approvals.allow, *approvals.deny], registry.names)
             return cls(registry, approvals, root, settings, notices, _close=undo.pop_all())
+
+    @classmethod
+    def chosen(cls, settings: Settings) -> Toolbox:
+        """All tools there are, of which those are in use that the settings name. Raises UsageError."""
+        choice, toolbox = Choice.parse(settings.tools), cls.open(settings)
+        try:
+            toolbox.use(choice if settings.tools else replace(choice, on=False))
+        except UsageError:
+            toolbox.close()
+            raise
+        return toolbox
 
     def use(self, choice: Choice) -> None:
         """Choose what the model may use. Raises UsageError for a name that is not there."""
