@@ -1,7 +1,7 @@
 """How quantized weights lie in memory, and how a kernel takes them apart.
 
-A group is 16 weight rows side by side. Its blocks are the file's blocks, the same bytes in the same precision; only
-their order differs, so that one 64-byte load brings the same four bytes of each of the 16 rows:
+A group is 16 weight rows side by side. Its blocks are the file's blocks in the same precision, their bytes in an order
+in which one 64-byte load brings the same four of each of the 16 rows (`permute` also moves bits within a block):
 
     group  = record 0, record 1, ...
     record = words of its blocks | meta of its blocks
@@ -56,7 +56,7 @@ Factor = Callable[[KernelBuilder, "Group", Sub], Value]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Addresses of one group's block while it is being multiplied."""
+    """Addresses of one group's block while it is taken apart."""
 
     words: Value
     meta: Value
@@ -202,7 +202,7 @@ def _bits(b: KernelBuilder, word: Value, shift: Int, mask: int, up: int = 0) -> 
 
 
 def _words(b: KernelBuilder, g: Group, first: Int, count: int, base: int = 0) -> list[Value]:
-    """Words first .. first + count of the words plane, in a segment that starts `base` words in."""
+    """Words first .. first + count - 1 of a block, each of all 16 rows, in a segment that starts `base` words in."""
     offset = b.times(first, 64)
     return [b.read(VI, g.words, offset, 64 * (base + w)) for w in range(count)]
 
