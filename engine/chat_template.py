@@ -34,9 +34,11 @@ from engine.prompt_values import (
     Prompt,
     arguments_of,
     forms_of,
+    leaves_out,
     name_of,
     name_of_first_call,
     with_short_ids,
+    with_single_calls,
 )
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
@@ -109,7 +111,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text, for people. Forms and errors are those of `encode`."""
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        return self._accepted(self._prompt(messages, tools, arguments))[1]
+        return self._told(self._prompt(messages, tools, arguments))[1]
 
     def render_as_given(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -132,13 +134,17 @@ class ChatTemplate:
         Messages that the template refuses are rendered in the first of these forms that it accepts:
         1. as given; but `developer` is `system`, unless the template knows that role;
         2. neighbours of the same role joined, with a blank line between;
-        3. and `system` as `user`, so that a system prompt becomes the start of the first user message.
+        3. and `system` as `user` behind the first other message;
+        4. or `system` as `user` everywhere, so that a system prompt becomes the start of the first user message;
+        5. these again, with each of several calls in a message of its own.
+        A form in which the template leaves out a system message or a call (`leaves_out`) is taken only if it leaves
+        something out in all.
 
         Raises TemplateError, one line with the template's own words where it has any, and UsageError for an argument
         that is no JSON value or is given already.
         """
         arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        prompt, text = self._accepted(self._prompt(messages, tools, arguments))
+        prompt, text = self._told(self._prompt(messages, tools, arguments))
         texts = prompt.texts()
         marks = Marks.unused_in([self._source, self._tool_source, *texts])
         spelled = any(map(self._guard.finds, texts))
@@ -206,6 +212,39 @@ class ChatTemplate:
             messages = [with_short_ids(message) for message in messages]
         return Prompt(tuple(messages), tuple(tools), arguments)
 
+    def _told(self, prompt: Prompt) -> tuple[Prompt, str]:
+        """The prompt in the first form that the template accepts and in which it leaves nothing out, and its text."""
+        forms = [prompt]
+        if any(len(message.tool_calls) > 1 for message in prompt.messages):
+            forms.append(replace(prompt, messages=with_single_calls(prompt.messages)))
+        accepted, refusals = [], []
+        for form in forms:
+            for messages in forms_of(form.messages, knows_developer="developer" in self._source):
+                tried = replace(form, messages=messages)
+                try:
+                    text = self._render(tried)
+                except TemplateError as error:
+                    if not isinstance(error.__cause__, Refused):
+                        raise
+                    refusals.append(error)
+                    continue
+                if not leaves_out(text, prompt.messages, tells_system=self._tells_system):
+                    return tried, text
+                accepted.append((tried, text))
+        if not accepted:
+            raise refusals[-1]
+        return accepted[0]
+
+    @functools.cached_property
+    def _tells_system(self) -> bool:
+        """Whether a system prompt in front reaches the model, or is refused."""
+        word = "GTQXV"  # which no template has
+        probe = (Message(role="system", content=word), Message(role="user", content="x"))
+        try:
+            return word in self._render(Prompt(probe, (), {"add_generation_prompt": True}))
+        except TemplateError:
+            return True
+
     def _accepted(self, prompt: Prompt) -> tuple[Prompt, str]:
         """The prompt in the first form that the template accepts, and its text."""
         forms = forms_of(prompt.messages, knows_developer="developer" in self._source)
@@ -221,7 +260,14 @@ class ChatTemplate:
 
     def _render(self, prompt: Prompt, marking: Marking | None = None) -> str:
         try:
-            return render(self._template(bool(prompt.tools)), {**self._token_texts, **prompt.variables(marking)})
+            values = {**self._token_texts, **prompt.variables(marking)}
+            template = self._template(bool(prompt.tools))
+            try:
+                return render(template, values)
+            except TypeError:  # some take it for granted that there are tools
+                if values["tools"] is not None:
+                    raise
+                return render(template, {**values, "tools": []})
         except UsageError:
             raise
         except Refused as error:
@@ -449,7 +495,13 @@ class ChatTemplate:
                 place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
             if place is not None and message.ids is not None:
                 position = place[1]
-                yield in_marked(place[0]), in_marked(place[1]), message.ids
+                start = place[0] - (level == WHOLE and self._doubles_space(text, place[0], message.ids))
+                yield in_marked(start), in_marked(place[1]), message.ids
+
+    def _doubles_space(self, text: str, start: int, ids: Sequence[int]) -> bool:
+        """Whether a template writes a space in front of what was said that the model said itself (Mistral 7B)."""
+        said = self._tokenizer.piece(ids[0]) if ids else b""
+        return text[:start].endswith(" ") and not text.endswith(" ") and said.startswith(b" ")
 
     def _places(self, text: str, anchor: int, message: Message) -> Iterator[tuple[int, int]]:
         """(start, end) where the reply can be in the text. The anchor stands before the name of its first tool call,

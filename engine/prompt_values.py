@@ -159,16 +159,70 @@ def with_short_ids(message: Message) -> Message:
     return replace(message, tool_calls=calls, tool_call_id=answers)
 
 
-def forms_of(messages: tuple[Message, ...], *, knows_developer: bool) -> list[tuple[Message, ...]]:
+Messages = tuple[Message, ...]
+_SYSTEMS = ("system", "developer")
+
+
+def forms_of(messages: Messages, *, knows_developer: bool) -> list[Messages]:
     """The forms that `ChatTemplate.encode` tells of, each once."""
     if not knows_developer:
         messages = tuple(replace(m, role="system") if m.role == "developer" else m for m in messages)
-    as_user = tuple(replace(m, role="user") if m.role in ("system", "developer") else m for m in messages)
+    first = next((n for n, m in enumerate(messages) if m.role not in _SYSTEMS), len(messages))
     forms = [messages]
-    for form in (_joined(messages), _joined(as_user)):
-        if form not in forms:
-            forms.append(form)
+    for form in (messages, (*messages[:first], *_as_user(messages[first:])), _as_user(messages)):
+        if (joined := _joined(form)) not in forms:
+            forms.append(joined)
     return forms
+
+
+def _as_user(messages: Messages) -> Messages:
+    return tuple(replace(m, role="user") if m.role in _SYSTEMS else m for m in messages)
+
+
+def with_single_calls(messages: Messages) -> Messages:
+    """Each call of a message in a message of its own, with its results behind it."""
+    alone: list[Message] = []
+    for number, message in enumerate(messages):
+        if message.role == "tool" and any(m is message for m in alone):
+            continue
+        if len(message.tool_calls) < 2:
+            alone.append(message)
+            continue
+        behind = messages[number + 1 :]
+        results = behind[: next((n for n, m in enumerate(behind) if m.role != "tool"), len(behind))]
+        for call in message.tool_calls:
+            alone.append(replace(message, tool_calls=(call,), ids=None))
+            alone += [m for m in results if m.tool_call_id == call.get("id")]
+            message = replace(message, content="", thinking=None)
+    return tuple(alone)
+
+
+def leaves_out(text: str, messages: Messages, *, tells_system: bool) -> bool:
+    """Whether a template has dropped a system prompt, or one of several calls.
+
+    Some know no system prompt, or one in front only, and some write one call of a message. Where it `tells_system`, one
+    in front is the template's to rewrite.
+    """
+    systems = [m.content.strip() for m in messages if m.role in _SYSTEMS]
+    if tells_system and len(systems) == 1 and messages[0].role in _SYSTEMS:
+        systems = []
+    if any(x not in text for x in systems):
+        return True
+    calls = [arguments_of(tool_function(call)) for m in messages if len(m.tool_calls) > 1 for call in m.tool_calls]
+    return any(not _is_in(text, word) for word in _texts_in(calls))
+
+
+def _texts_in(value: Any) -> list[str]:
+    """The texts of a JSON value, without the names of its fields."""
+    if isinstance(value, str):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for part in parts for text in _texts_in(part)]
+
+
+def _is_in(text: str, part: str) -> bool:
+    """As it is, or as JSON writes it."""
+    return part in text or any(json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (False, True))
 
 
 def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
