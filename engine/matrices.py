@@ -68,102 +68,122 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
 
 
+class _Finder:
+    """Finds matrices in a file by their names, and gives each the sizes it must have."""
+
+    def __init__(self, gguf: GGUFFile, config: ModelConfig) -> None:
+        self._gguf = gguf
+        self._config = config
+
+    def matrix(
+        self, name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0, run: int = 0
+    ) -> Matrix:
+        """The tensor `name` as a matrix [rows, columns], or a part of it: see `Matrix`."""
+        return Matrix(self._gguf, f"{name}.weight", (rows, columns), part, experts, run)
+
+    def _qkv(self, n: int) -> tuple[Matrix, ...]:
+        c = self._config
+        block, heads = f"blk.{n}", c.heads[n]
+        queries, keys = c.num_heads * heads.dim, heads.keys
+        if f"{block}.attn_qkv.weight" in self._gguf.tensors:
+            return (self.matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
+        rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+        if heads.keys_are_values:
+            del rows["attn_v"]
+        if c.kv_layer(n) != n:
+            rows = {"attn_q": queries}
+        if not c.arch.delta_layers:
+            return tuple(self.matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
+        # Each head of q is followed by its gate.
+        q, gate = (self.matrix(f"{block}.attn_q", queries, c.hidden_size, (i, 2), run=heads.dim) for i in range(2))
+        return (q, *(self.matrix(f"{block}.{name}", keys, c.hidden_size) for name in ("attn_k", "attn_v")), gate)
+
+    def _delta(self, block: str, sizes: DeltaSizes) -> tuple[Matrix, ...]:
+        c = self._config
+        if f"{block}.ssm_in.weight" in self._gguf.tensors:
+            raise UnsupportedModelError(
+                f"{self._gguf.path.name}: tensor {block}.ssm_in.weight is of an old form of {c.architecture}; download "
+                "or convert the model anew"
+            )
+        heads, shared = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
+        if c.arch.interleaved_deltas:
+            factors = (self.matrix(f"{block}.ssm_ba", heads, c.hidden_size, (i, 2), run=shared) for i in range(2))
+        else:
+            factors = (self.matrix(f"{block}.ssm_{name}", heads, c.hidden_size) for name in ("beta", "alpha"))
+        return (
+            self.matrix(f"{block}.attn_qkv", sizes.channels, c.hidden_size),
+            self.matrix(f"{block}.attn_gate", sizes.values, c.hidden_size),
+            *factors,
+        )
+
+    def _branch(self, n: int) -> tuple[tuple[Matrix, ...], Matrix]:
+        """What the first branch of a layer multiplies with, and what it ends with."""
+        c = self._config
+        block = f"blk.{n}"
+        if c.delta is not None and c.has_state(n):
+            return self._delta(block, c.delta), self.matrix(f"{block}.ssm_out", c.hidden_size, c.delta.values)
+        if c.convolution is not None and c.has_state(n):
+            inward = self.matrix(f"{block}.shortconv.in_proj", 3 * c.convolution.channels, c.hidden_size)
+            return (inward,), self.matrix(f"{block}.shortconv.out_proj", c.hidden_size, c.convolution.channels)
+        return self._qkv(n), self.matrix(f"{block}.attn_output", c.hidden_size, c.num_heads * c.heads[n].dim)
+
+    def _feed_forward(self, block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
+        c = self._config
+        down = self.matrix(f"{block}.ffn_down{suffix}", c.hidden_size, ffn_size, experts=experts)
+        if not c.arch.gated:
+            return FeedForward(
+                (self.matrix(f"{block}.ffn_up{suffix}", ffn_size, c.hidden_size, experts=experts),), down
+            )
+        # One tensor has both, the gate first, where there is none for the gate.
+        fused = f"{block}.ffn_gate{suffix}.weight" not in self._gguf.tensors
+        both = "ffn_gate_up" if f"{block}.ffn_gate_up{suffix}.weight" in self._gguf.tensors else "ffn_up"
+        gate, up = (both, both) if fused else ("ffn_gate", "ffn_up")
+        first, second = ((0, 2), (1, 2)) if fused else ((0, 1), (0, 1))
+        return FeedForward(
+            (
+                self.matrix(f"{block}.{gate}{suffix}", ffn_size, c.hidden_size, first, experts),
+                self.matrix(f"{block}.{up}{suffix}", ffn_size, c.hidden_size, second, experts),
+            ),
+            down,
+        )
+
+    def layer(self, n: int) -> LayerMatrices:
+        """All of layer n."""
+        c = self._config
+        block, dense, experts = f"blk.{n}", None, None
+        router: tuple[Matrix, ...] = ()
+        if c.experts and c.has_experts(n):
+            experts = self._feed_forward(block, c.experts.ffn_size, "_exps", c.experts.count)
+            router = (self.matrix(f"{block}.ffn_gate_inp", c.experts.count, c.hidden_size),)
+            if c.has_shared_gate:
+                router += (self.matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
+        if c.ffn_sizes[n]:
+            suffix = "_shexp" if experts and not c.arch.experts_beside else ""
+            dense = self._feed_forward(block, c.ffn_sizes[n], suffix)
+        given: tuple[Matrix, ...] = ()
+        if size := c.layer_embedding_size:
+            given = (
+                self.matrix(f"{block}.inp_gate", size, c.hidden_size),
+                self.matrix(f"{block}.proj", c.hidden_size, size),
+            )
+        return LayerMatrices(*self._branch(n), dense, experts, router, given)
+
+
 class ModelMatrices:
     """All matrices of a model, checked against its sizes."""
 
     def __init__(self, gguf: GGUFFile, c: ModelConfig) -> None:
         self.config = c
-
-        def matrix(
-            name: str, rows: int, columns: int, part: tuple[int, int] = (0, 1), experts: int = 0, run: int = 0
-        ) -> Matrix:
-            return Matrix(gguf, f"{name}.weight", (rows, columns), part, experts, run)
-
-        def qkv(n: int) -> tuple[Matrix, ...]:
-            block, heads = f"blk.{n}", c.heads[n]
-            queries, keys = c.num_heads * heads.dim, heads.keys
-            if f"{block}.attn_qkv.weight" in gguf.tensors:
-                return (matrix(f"{block}.attn_qkv", queries + 2 * keys, c.hidden_size),)
-            rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
-            if heads.keys_are_values:
-                del rows["attn_v"]
-            if c.kv_layer(n) != n:
-                rows = {"attn_q": queries}
-            if not c.arch.delta_layers:
-                return tuple(matrix(f"{block}.{name}", rows[name], c.hidden_size) for name in rows)
-            # Each head of q is followed by its gate.
-            q, gate = (matrix(f"{block}.attn_q", queries, c.hidden_size, (i, 2), run=heads.dim) for i in range(2))
-            return (q, *(matrix(f"{block}.{name}", keys, c.hidden_size) for name in ("attn_k", "attn_v")), gate)
-
-        def delta(block: str, sizes: DeltaSizes) -> tuple[Matrix, ...]:
-            if f"{block}.ssm_in.weight" in gguf.tensors:
-                raise UnsupportedModelError(
-                    f"{gguf.path.name}: tensor {block}.ssm_in.weight is of an old form of {c.architecture}; download "
-                    "or convert the model anew"
-                )
-            heads, shared = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
-            if c.arch.interleaved_deltas:
-                factors = (matrix(f"{block}.ssm_ba", heads, c.hidden_size, (i, 2), run=shared) for i in range(2))
-            else:
-                factors = (matrix(f"{block}.ssm_{name}", heads, c.hidden_size) for name in ("beta", "alpha"))
-            return (
-                matrix(f"{block}.attn_qkv", sizes.channels, c.hidden_size),
-                matrix(f"{block}.attn_gate", sizes.values, c.hidden_size),
-                *factors,
-            )
-
-        def branch(n: int) -> tuple[tuple[Matrix, ...], Matrix]:
-            """What the first branch of a layer multiplies with, and what it ends with."""
-            block = f"blk.{n}"
-            if c.delta is not None and c.has_state(n):
-                return delta(block, c.delta), matrix(f"{block}.ssm_out", c.hidden_size, c.delta.values)
-            if c.convolution is not None and c.has_state(n):
-                inward = matrix(f"{block}.shortconv.in_proj", 3 * c.convolution.channels, c.hidden_size)
-                return (inward,), matrix(f"{block}.shortconv.out_proj", c.hidden_size, c.convolution.channels)
-            return qkv(n), matrix(f"{block}.attn_output", c.hidden_size, c.num_heads * c.heads[n].dim)
-
-        def feed_forward(block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:
-            down = matrix(f"{block}.ffn_down{suffix}", c.hidden_size, ffn_size, experts=experts)
-            if not c.arch.gated:
-                return FeedForward((matrix(f"{block}.ffn_up{suffix}", ffn_size, c.hidden_size, experts=experts),), down)
-            # One tensor has both, the gate first, where there is none for the gate.
-            fused = f"{block}.ffn_gate{suffix}.weight" not in gguf.tensors
-            both = "ffn_gate_up" if f"{block}.ffn_gate_up{suffix}.weight" in gguf.tensors else "ffn_up"
-            gate, up = (both, both) if fused else ("ffn_gate", "ffn_up")
-            first, second = ((0, 2), (1, 2)) if fused else ((0, 1), (0, 1))
-            return FeedForward(
-                (
-                    matrix(f"{block}.{gate}{suffix}", ffn_size, c.hidden_size, first, experts),
-                    matrix(f"{block}.{up}{suffix}", ffn_size, c.hidden_size, second, experts),
-                ),
-                down,
-            )
-
-        def layer(n: int) -> LayerMatrices:
-            block, dense, experts = f"blk.{n}", None, None
-            router: tuple[Matrix, ...] = ()
-            if c.experts and c.has_experts(n):
-                experts = feed_forward(block, c.experts.ffn_size, "_exps", c.experts.count)
-                router = (matrix(f"{block}.ffn_gate_inp", c.experts.count, c.hidden_size),)
-                if c.has_shared_gate:
-                    router += (matrix(f"{block}.ffn_gate_inp_shexp", 1, c.hidden_size),)
-            if c.ffn_sizes[n]:
-                suffix = "_shexp" if experts and not c.arch.experts_beside else ""
-                dense = feed_forward(block, c.ffn_sizes[n], suffix)
-            given: tuple[Matrix, ...] = ()
-            if size := c.layer_embedding_size:
-                given = matrix(f"{block}.inp_gate", size, c.hidden_size), matrix(f"{block}.proj", c.hidden_size, size)
-            return LayerMatrices(*branch(n), dense, experts, router, given)
-
-        self.embedding = matrix("token_embd", c.vocab_size, c.hidden_size)
+        find = _Finder(gguf, c)
+        self.embedding = find.matrix("token_embd", c.vocab_size, c.hidden_size)
         self.given: tuple[Matrix, ...] = ()
         """The embeddings of a token for each layer, and what the embedding of the stream adds to them."""
         if width := c.num_layers * c.layer_embedding_size:
-            projection = matrix("per_layer_model_proj", width, c.hidden_size)
-            self.given = matrix("per_layer_token_embd", c.vocab_size, width), projection
-        self.layers = [layer(n) for n in range(c.num_layers)]
+            projection = find.matrix("per_layer_model_proj", width, c.hidden_size)
+            self.given = find.matrix("per_layer_token_embd", c.vocab_size, width), projection
+        self.layers = [find.layer(n) for n in range(c.num_layers)]
         tied = "output.weight" not in gguf.tensors
-        self.head = self.embedding if tied else matrix("output", c.vocab_size, c.hidden_size)
+        self.head = self.embedding if tied else find.matrix("output", c.vocab_size, c.hidden_size)
         self._check_all_is_read(gguf)
 
     def _check_all_is_read(self, gguf: GGUFFile) -> None:

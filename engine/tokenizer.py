@@ -90,20 +90,7 @@ class Tokenizer:
         self.vocab_size = len(tokens)
         self._tokens = tokens
         self._types = types if types is not None else [_NORMAL] * len(tokens)
-
-        has_channels = "<|channel|>" in ids and "<|return|>" in ids
-        ends = _ends_in(ids, types, has_channels)
-        self.control_ids = frozenset([id for id, kind in enumerate(self._types) if kind == _CONTROL] + list(ends))
-        self.bos_id = table.id("bos_token_id", len(tokens))
-        self.eos_id = table.id("eos_token_id", len(tokens))
-        stated = {self.eos_id, table.id("eot_token_id", len(tokens)), table.id("eom_token_id", len(tokens))} - {None}
-        self.end_ids = frozenset(id for id in (*stated, *ends) if id is not None)
-        if has_channels:
-            self.end_ids -= {ids.get(_MESSAGE_END)}
-        if not stated:
-            self.eos_id, notice = _guess_end(ends, str(metadata.get("tokenizer.chat_template", "")))
-            notices.append(notice)
-        unknown_id = table.id("unknown_token_id", len(tokens))
+        ends = self._read_ends(table, ids, types, notices)
 
         # What text is merged into: never a token that is found whole or not at all. Some byte-level vocabularies have
         # merges that make user-defined tokens.
@@ -113,44 +100,11 @@ class Tokenizer:
             for (text, id), kind in zip(ids.items(), self._types)
             if text and kind not in excluded and id not in ends
         }
-        self._coder: ByteLevelBPE | SentencePieceBPE
-        if model == "gpt2":
-            if "tokenizer.ggml.pre" not in metadata:
-                notices.append("the file names no pre-tokenizer: text is split as llama.cpp's default does")
-            pre = pre_tokenizer(table.text("pre", default="default"))
-            self._coder = ByteLevelBPE(vocab, table.strings("merges"), pre)
-            add_bos_default = pre.add_bos
-        elif model == "gemma4":
-            bytes_of = _byte_tokens(tokens, self._types if types is not None else None)
-            self._coder = RankedPieceBPE(vocab, table.strings("merges"), bytes_of, unknown_id=unknown_id)
-            add_bos_default = True
-        else:
-            scores = table.numbers("scores", len(tokens), "iuf")
-            if scores is None:
-                raise ModelFileError("tokenizer.ggml.scores is missing: SentencePiece cannot merge without scores")
-            if any(map(math.isnan, scores)):
-                raise ModelFileError("tokenizer.ggml.scores has a value that is not a number")
-            self._coder = SentencePieceBPE(
-                vocab,
-                scores,
-                _byte_tokens(tokens, self._types if types is not None else None),
-                space_prefix=table.flag("add_space_prefix", True),
-                unknown_id=unknown_id if unknown_id is not None else ids.get("<unk>"),
-            )
-            add_bos_default = True
-            if self.bos_id is None:
-                self.bos_id = next((ids[text] for text in _BOS_MARKERS if ids.get(text) in self.control_ids), None)
-        self.add_bos = table.flag("add_bos_token", add_bos_default and self.bos_id is not None)
-        if model == "gemma4":  # some of its files say that it wants none, and it talks nonsense without one
-            self.add_bos = self.bos_id is not None
-        if self.add_bos and self.bos_id is None:
-            raise ModelFileError("tokenizer.ggml.add_bos_token is true, but the file names no BOS token")
+        self._coder, wants_bos = self._make_coder(model, table, vocab, ids, types, notices)
+        self._read_bos(model, table, ids, wants_bos)
 
-        def of_kind(kind: int) -> frozenset[int]:
-            return frozenset(id for id, other in enumerate(self._types) if other == kind)
-
-        self.user_defined_ids = of_kind(_USER_DEFINED) - self.control_ids
-        self.special_ids = self.user_defined_ids | self.control_ids | of_kind(_UNKNOWN)
+        self.user_defined_ids = self._ids_of(_USER_DEFINED) - self.control_ids
+        self.special_ids = self.user_defined_ids | self.control_ids | self._ids_of(_UNKNOWN)
         self._user_defined = Spellings((tokens[id], id) for id in self.user_defined_ids)
         self._special = Spellings((tokens[id], id) for id in self.special_ids)
         self._pieces: dict[int, bytes] = {}
@@ -159,6 +113,70 @@ class Tokenizer:
             lambda key: coder.encode(key[0], continues=key[1]), size_of=lambda key: len(key[0])
         )
         self.notices = tuple(notices)
+
+    def _read_ends(
+        self, table: _Metadata, ids: Mapping[str, int], types: Sequence[int] | None, notices: list[str]
+    ) -> Mapping[int, str]:
+        """Take in which tokens end a reply, and which are control tokens. Returns `_ends_in`."""
+        has_channels = "<|channel|>" in ids and "<|return|>" in ids
+        ends = _ends_in(ids, types, has_channels)
+        self.control_ids = self._ids_of(_CONTROL) | frozenset(ends)
+        self.eos_id = table.id("eos_token_id", len(ids))
+        stated = {self.eos_id, table.id("eot_token_id", len(ids)), table.id("eom_token_id", len(ids))} - {None}
+        self.end_ids = frozenset(id for id in (*stated, *ends) if id is not None)
+        if has_channels:
+            self.end_ids -= {ids.get(_MESSAGE_END)}
+        if not stated:
+            self.eos_id, notice = _guess_end(ends, table.chat_template)
+            notices.append(notice)
+        return ends
+
+    def _make_coder(
+        self,
+        model: str,
+        table: _Metadata,
+        vocab: dict[str, int],
+        ids: Mapping[str, int],
+        types: Sequence[int] | None,
+        notices: list[str],
+    ) -> tuple[ByteLevelBPE | SentencePieceBPE, bool]:
+        """What merges text into the tokens of `vocab`, and whether prompts begin with BOS where the file is silent."""
+        unknown_id = table.id("unknown_token_id", self.vocab_size)
+        if model == "gpt2":
+            if not table.has("pre"):
+                notices.append("the file names no pre-tokenizer: text is split as llama.cpp's default does")
+            pre = pre_tokenizer(table.text("pre", default="default"))
+            return ByteLevelBPE(vocab, table.strings("merges"), pre), pre.add_bos
+        bytes_of = _byte_tokens(self._tokens, types)
+        if model == "gemma4":
+            return RankedPieceBPE(vocab, table.strings("merges"), bytes_of, unknown_id=unknown_id), True
+        scores = table.numbers("scores", self.vocab_size, "iuf")
+        if scores is None:
+            raise ModelFileError("tokenizer.ggml.scores is missing: SentencePiece cannot merge without scores")
+        if any(map(math.isnan, scores)):
+            raise ModelFileError("tokenizer.ggml.scores has a value that is not a number")
+        coder = SentencePieceBPE(
+            vocab,
+            scores,
+            bytes_of,
+            space_prefix=table.flag("add_space_prefix", True),
+            unknown_id=unknown_id if unknown_id is not None else ids.get("<unk>"),
+        )
+        return coder, True
+
+    def _read_bos(self, model: str, table: _Metadata, ids: Mapping[str, int], wants_bos: bool) -> None:
+        """Take in the BOS token, and whether prompts begin with it: `wants_bos` where the file does not say."""
+        self.bos_id = table.id("bos_token_id", self.vocab_size)
+        if self.bos_id is None and model == "llama":
+            self.bos_id = next((ids[text] for text in _BOS_MARKERS if ids.get(text) in self.control_ids), None)
+        self.add_bos = table.flag("add_bos_token", wants_bos and self.bos_id is not None)
+        if model == "gemma4":  # some of its files say that it wants none, and it talks nonsense without one
+            self.add_bos = self.bos_id is not None
+        if self.add_bos and self.bos_id is None:
+            raise ModelFileError("tokenizer.ggml.add_bos_token is true, but the file names no BOS token")
+
+    def _ids_of(self, kind: int) -> frozenset[int]:
+        return frozenset(id for id, other in enumerate(self._types) if other == kind)
 
     def encode(self, text: str, *, control: bool = False, mark: str = "", continues: bool = False) -> list[int]:
         """Ids of a text; no BOS is added. A lone surrogate counts as U+FFFD.
@@ -316,6 +334,14 @@ class _Metadata:
 
     def _get(self, key: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}")
+
+    def has(self, key: str) -> bool:
+        return f"tokenizer.ggml.{key}" in self._metadata
+
+    @property
+    def chat_template(self) -> str:
+        """As it stands in the file, to look for tokens in it; "" where there is none."""
+        return str(self._metadata.get("tokenizer.chat_template", ""))
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._get(key)
