@@ -103,6 +103,26 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
         epilog=EPILOG,
     )
 
+    _add_default(app, make_engine)
+    _add_turns(app, make_engine)
+    _add_models(app)
+    _add_check(app, make_engine)
+
+    from goinfer_chat.bench.commands import bench_app
+    from goinfer_chat.config_command import config_app
+    from goinfer_chat.serve_command import serve_command
+    from goinfer_chat.session_commands import sessions_app
+
+    app.command("serve", epilog=EPILOG)(serve_command(make_engine, os.environ))
+    app.add_typer(sessions_app(), name="sessions")
+    app.add_typer(config_app(), name="config")
+    app.add_typer(bench_app(make_engine, os.environ), name="bench")
+    return app
+
+
+def _add_default(app: typer.Typer, make_engine: EngineFactory) -> None:
+    """What runs before every command, and in place of one."""
+
     @app.callback(invoke_without_command=True)
     @with_settings
     def default(
@@ -125,6 +145,10 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
                 raise UsageError(f"{name} takes none of the flags that stand before it; leave them out")
             case _:
                 return 0
+
+
+def _add_turns(app: typer.Typer, make_engine: EngineFactory) -> None:
+    """The commands that ask a model, and the list of what it may call."""
 
     @app.command("chat", epilog=EPILOG)
     @with_settings
@@ -156,22 +180,7 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
     ) -> int:
         """Answer one question, or each line of standard input, and exit."""
         settings = resolve(given_flags(context, flags), os.environ)
-        if tool is None and execute:
-            raise UsageError("--execute runs the call of --tool; give both")
-        if tool is not None and schema is not None:
-            raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give only one of them")
-        if tool is None and schema is None:
-            from goinfer_chat.modes import run
-
-            return run(settings, make_engine, question, attach or ())
-        if attach:
-            raise UsageError("--attach goes with neither --tool nor --schema")
-        from goinfer_chat.calls.modes import run_forced, run_with_schema
-
-        if schema is not None:
-            return run_with_schema(settings, make_engine, question, schema)
-        assert tool is not None
-        return run_forced(settings, make_engine, question, tool, execute)
+        return _run_question(settings, make_engine, question, tool=tool, execute=execute, attach=attach, schema=schema)
 
     @app.command("agent", epilog=EPILOG)
     @with_settings
@@ -193,6 +202,8 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
         return show_tools(resolve(given_flags(context, flags), os.environ))
 
+
+def _add_models(app: typer.Typer) -> None:
     @app.command("models")
     def models_command(
         supported: Annotated[
@@ -218,6 +229,8 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
         return pull_model(model, Stream(sys.stdout), Stream(sys.stderr))
 
+
+def _add_check(app: typer.Typer, make_engine: EngineFactory) -> None:
     @app.command("check", epilog=EPILOG)
     @with_settings
     def check_command(
@@ -241,16 +254,34 @@ def build_app(make_engine: EngineFactory) -> typer.Typer:
 
         return check_perplexity(settings, make_engine, perplexity)
 
-    from goinfer_chat.bench.commands import bench_app
-    from goinfer_chat.config_command import config_app
-    from goinfer_chat.serve_command import serve_command
-    from goinfer_chat.session_commands import sessions_app
 
-    app.command("serve", epilog=EPILOG)(serve_command(make_engine, os.environ))
-    app.add_typer(sessions_app(), name="sessions")
-    app.add_typer(config_app(), name="config")
-    app.add_typer(bench_app(make_engine, os.environ), name="bench")
-    return app
+def _run_question(
+    settings: Settings,
+    make_engine: EngineFactory,
+    question: str | None,
+    *,
+    tool: str | None,
+    execute: bool,
+    attach: list[str] | None,
+    schema: str | None,
+) -> int:
+    """`run` in one of its three forms. Returns the exit code. Raises UsageError for flags that exclude each other."""
+    if tool is None and execute:
+        raise UsageError("--execute runs the call of --tool; give both")
+    if tool is not None and schema is not None:
+        raise UsageError("a reply cannot be both a call of --tool and JSON of --schema; give only one of them")
+    if tool is None and schema is None:
+        from goinfer_chat.modes import run
+
+        return run(settings, make_engine, question, attach or ())
+    if attach:
+        raise UsageError("--attach goes with neither --tool nor --schema")
+    from goinfer_chat.calls.modes import run_forced, run_with_schema
+
+    if schema is not None:
+        return run_with_schema(settings, make_engine, question, schema)
+    assert tool is not None
+    return run_forced(settings, make_engine, question, tool, execute)
 
 
 def given_flags(context: typer.Context, flags: Flags) -> Flags:
