@@ -273,7 +273,7 @@ _DEEPSEEK = vocabulary(
     eos="<|end_of_sentence|>",
     bos=True,
 )
-_GPT_OSS = vocabulary(
+GPT_OSS_VOCABULARY = vocabulary(
     *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"), eos="<|return|>"
 )
 _TURN_TOKENS = vocabulary(
@@ -291,7 +291,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral-v11": family(MISTRAL11, _MISTRAL),
     "deepseek-r1": family(DEEPSEEK, _DEEPSEEK),
     "gemma3": family(GEMMA3, _GEMMA),
-    "gpt-oss": family(GPT_OSS, _GPT_OSS),
+    "gpt-oss": family(GPT_OSS, GPT_OSS_VOCABULARY),
     "apriel": family(APRIEL, _TURN_TOKENS),
     "command-r7b": family(COMMAND_R7B, _TURN_TOKENS),
     "command-r+": family(COMMAND_R_PLUS, _TURN_TOKENS),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from call_templates import GPT_OSS, GPT_OSS_VOCABULARY
 from test_chat_template import THINKING_TEMPLATE, TOOL_TEMPLATE
 from tiny_models import write_tiny_model
 
@@ -24,8 +25,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start("qwen3", template, flag=value)`: an engine of a tiny model; those before it go on."""
     with ExitStack() as stack:
 
-        def begin(architecture: Any, template: str | None = None, **settings: Any) -> LocalEngine:
-            metadata = {} if template is None else {"tokenizer.chat_template": template}
+        def begin(
+            architecture: Any, template: str | None = None, *, vocabulary: Any = None, **settings: Any
+        ) -> LocalEngine:
+            metadata = (vocabulary or {}) | ({} if template is None else {"tokenizer.chat_template": template})
             path = tmp_path / f"{architecture}.gguf"
             if not path.exists():
                 sizes = {"num_layers": 4} if architecture == "qwen35" else {}  # some layers of each kind
@@ -103,6 +106,30 @@ def test_what_a_template_shows_of_reasoning_only_at_the_end_is_not_foreseen_as_p
         assert 0 < foreseen.prefill_tokens <= 8  # what the template puts between messages
         messages.append(user(question))
     assert answer(engine, messages).stats.prefill_reused_tokens == foreseen.reused_tokens
+
+
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>hm, one<|end|><|start|>assistant"])
+def test_an_answer_behind_reasoning_on_a_channel_is_read_again_as_foreseen_and_one_without_is_not(
+    thought: str, start: Start
+) -> None:
+    engine = start("gpt-oss", GPT_OSS, vocabulary=GPT_OSS_VOCABULARY)
+    messages, known, foreseen = [user("one")], 0, 0
+    for question in ("two", "three", ""):
+        reply = answer(engine, messages)
+        assert reply.stats.prefill_reused_tokens == known == foreseen
+        # What such a model would have said, put into the cache as if it had.
+        ids = tuple(engine.tokenizer.encode(thought + "<|channel|>final<|message|>It is so.", control=True))
+        list(engine.generate(Request(prompt_ids=(*reply.prompt_ids, *ids), max_tokens=1, conversation="work")))
+        messages.append(Message(role="assistant", content="It is so.", thinking=thought and "hm, one", ids=ids))
+        # Up to where the reply began: both messages begin with the mark of a channel.
+        known = len(reply.prompt_ids) + (1 if thought else len(ids))
+        before = Request(
+            messages=tuple(messages), conversation="work", template_kwargs={"add_generation_prompt": False}
+        )
+        foreseen = engine.foresee(before).reused_tokens
+        messages.append(user(question))
+    said = answer(engine, messages)
+    assert said.ids == cold(engine, messages).ids
 
 
 @pytest.mark.parametrize(("architecture", "bos"), [("gemma3", 2), ("qwen2", None), ("qwen3", None)])

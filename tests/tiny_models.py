@@ -372,6 +372,7 @@ def write_tiny_model(
         vocabulary = spm_metadata(gemma=architecture in _GEMMAS)
     else:
         vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
+    vocabulary |= {key: value for key, value in (metadata or {}).items() if key.startswith("tokenizer.ggml.")}
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
 
     experts = (6 if architecture in _MIXTURES else 0) if experts is None else experts
