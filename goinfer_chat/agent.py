@@ -115,6 +115,12 @@ class Agent:
         """The conversation that goes on; None until something is said in a new one."""
         return self.conversations.live
 
+    @property
+    def doubt(self) -> str:
+        """What is asked of this model though it is not known to do it; empty for nothing."""
+        vain = self.settings.think == "on" and not self.engine.info.thinks
+        return "think on; this model is not known to think" if vain else ""
+
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def ask(self, ask: Ask, cancel: threading.Event) -> Iterator[TurnEvent]:

@@ -57,6 +57,8 @@ def run_items(
         say = Stream(None) if settings.quiet else side
         for notice in (*notices(agent.engine.info), *(agent.toolbox.notices if agent.toolbox else ())):
             say.line(notice, dim=True)
+        if agent.doubt:
+            say.line(agent.doubt, dim=True)
         if agent.live is not None and agent.live.info.has_words:
             say.line(resumed(agent, with_words=False), dim=True)
             if line := cost(agent):

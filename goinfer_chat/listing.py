@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from goinfer_chat.amounts import size
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 HEADINGS: Final = ("name", "last used", "messages", "tokens", "cache", "a token", "model", "id")
 SHORT: Final = 6
 """How many of them a list at the prompt has."""
+_MAX_NAME_COLUMNS: Final = 34
 TRACES_LEFT: Final = "its last traces on the disk go when the other goinfer-chat that is reading them ends"
 """Said of a deleted conversation where Store.delete returns False."""
 
@@ -40,6 +42,27 @@ def columns(rows: Sequence[Sequence[str]], room: int | None = None) -> list[str]
     return ["  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths)).rstrip() for row in rows]
 
 
+def definitions(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
+    """Lines of names with their meanings beside them, or below where that leaves no room; words stay whole."""
+    width = max((len(name) for name, meaning in rows if meaning and len(name) <= _MAX_NAME_COLUMNS), default=0)
+    beside = columns - width - 4 >= 20
+    lines = []
+    for name, meaning in rows:
+        if not meaning:
+            lines.append(name)
+        elif beside and len(name) <= width:
+            first, *others = wrap(meaning, columns - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
+            lines.append(f"  {name:<{width}}  {first}")
+            lines += [" " * (width + 4) + line for line in others]
+        else:
+            lines += [f"  {name}"] if name else []
+            lines += [
+                f"    {line}"
+                for line in wrap(meaning, max(columns - 4, 10), break_long_words=False, break_on_hyphens=False)
+            ]
+    return lines
+
+
 def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     """Cells below `HEADINGS`."""
     kv_bytes, kv_format = store.kv_bytes(conversation.id), store.kv_format(conversation.id)
@@ -57,10 +80,11 @@ def cells_of(store: Store, conversation: Conversation) -> tuple[str, ...]:
     )
 
 
-def hit_lines(hit: SearchHit) -> tuple[str, str]:
-    """Where something was found, and the words around it."""
+def hit_rows(hit: SearchHit) -> list[tuple[str, str]]:
+    """Where and when something was found, and the words around it, for `definitions`."""
     stored = hit.message
-    return f"{name_of(hit.conversation)} | {stored.message.role} | message {stored.id}", f"  {hit.snippet}"
+    where = f"{name_of(hit.conversation)} | {stored.message.role} | {when(stored.created)}"
+    return [(where, ""), ("", hit.snippet.strip())]
 
 
 def excerpt(text: str, num_lines: int = 6, num_columns: int = 300) -> str:

@@ -71,6 +71,7 @@ class Repl:
         if not agent.settings.quiet:
             for line in banner(agent.engine.info, screen.size[0] - 1):
                 screen.line(line, dim=True)
+            self._say(agent.doubt)
         if agent.conversations.problem is not None:
             report_error(agent.conversations.problem, screen)
             screen.line("nothing of this chat is kept", dim=True)

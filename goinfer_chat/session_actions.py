@@ -17,7 +17,7 @@ from engine.errors import UsageError
 from engine.kv_folder import SUFFIX, list_kept
 from goinfer_chat.amounts import size
 from goinfer_chat.files import copy_private, reason_of, write_private
-from goinfer_chat.listing import HEADINGS, TRACES_LEFT, cells_of, columns, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, TRACES_LEFT, cells_of, columns, definitions, hit_rows, name_of, when
 from goinfer_chat.resolving import resolve
 from goinfer_chat.store import HEAD, Conversation, Store, StoredMessage, set_aside
 from goinfer_chat.store.exports import MAX_IMPORT_BYTES, from_json, message_as_json, to_markdown, without_ids
@@ -112,9 +112,10 @@ def search(folder: Path, text: str, within: str | None, limit: int, *, as_json: 
             found = {"conversation": hit.conversation.id, "name": hit.conversation.name, "message": hit.message.id}
             _write_json(out, found | {"role": hit.message.message.role, "snippet": hit.snippet})
         else:
-            where, words = hit_lines(hit)
-            out.line(where, dim=True)
-            out.line(words)
+            (where, _), words = hit_rows(hit)
+            out.line(f"{where} | message {hit.message.id}", dim=True)
+            for line in definitions([words], out.size[0]) if out.terminal else [f"    {hit.snippet}"]:
+                out.line(line)
     if not hits and not as_json:
         Stream(sys.stderr).line("nothing was found")
     return 0

@@ -137,7 +137,7 @@ class Stream:
         self.clear_status()
         clean = sanitize(text, terminal=self.terminal)
         if self.terminal:
-            clean = "\n".join(_broken(line, self.size[0]) for line in clean.split("\n"))
+            clean = "\n".join(in_rows(line, self.size[0]) for line in clean.split("\n"))
         self._emit(f"\x1b[2m{clean}\x1b[22m\n" if dim and self.colour else clean + "\n")
         if self.moves:
             self.went_down(clean.count("\n") + 1)
@@ -202,7 +202,7 @@ class Stream:
             raise OutputError(f"the output cannot be written: {error.strerror}") from None
 
 
-def _broken(line: str, columns: int) -> str:
+def in_rows(line: str, columns: int) -> str:
     """The line in rows; a word that is longer than a row, such as a path, is left to the terminal."""
     if len(line) <= columns // 2 or "\t" in line:  # no character is wider than two cells
         return line

@@ -60,6 +60,22 @@ def sent(terminal: Terminal) -> str:
     return messages()[terminal.num_asked - 1]
 
 
+# -- looks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("term", "palette"), [("vt100", False), ("xterm-mono", False), ("xterm-256color", True)])
+def test_a_terminal_gets_a_palette_only_where_it_is_known_to_have_one(start: Start, term: str, palette: bool) -> None:
+    terminal = start(REPLY, term=term)
+    terminal.send("hello" + ENTER)
+    terminal.wait("TTFT")
+    terminal.wait_for_prompt()
+    terminal.send("hel")  # a suggestion, in grey where there is one
+    terminal.settle(0.3)
+    terminal.send("\x15/t\t")
+    terminal.wait(lambda: any("temperature" in row for row in terminal.below))
+    assert bool(re.search(r"\x1b\[[0-9;]*[34]8;5;", terminal.raw)) == palette
+
+
 # -- several lines -----------------------------------------------------------------------------------------------------
 
 

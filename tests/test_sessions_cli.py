@@ -143,7 +143,7 @@ def test_search_shows_where_it_found_what(sessions, store) -> None:
     kept(store, ("no needle here", "no"), name="straw")
     found = [line.split(" | ") for line in sessions("search", "needle")[0].splitlines()]
     assert [line[0].strip() for line in found] == ["straw", "no needle here", "hay", "the needle is here"]
-    assert sessions("search", '"needle is"', "--in", "hay")[0].splitlines()[1] == "  the needle is here"
+    assert sessions("search", '"needle is"', "--in", "hay")[0].splitlines()[1] == "    the needle is here"
     assert sessions("search", "is", "needle", "--json")[0].count("\n") == 1
     assert sessions("search", "nowhere") == ("", "nothing was found\n")
 

@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine, ScriptedTurn
 from engine.api import Finished, NamedTool, Notice
 from engine.errors import ContextExceededError, UsageError
 from goinfer_chat.agent import Agent, Ask
-from goinfer_chat.calls.approval_rules import KeptRules, Rule
+from goinfer_chat.calls.approval_rules import KeptRules, Rule, command_prefix
 from goinfer_chat.calls.events import (
     EXIT_CODES,
     Answer,
@@ -338,7 +338,8 @@ def test_arguments_that_a_person_changed_are_run_and_the_model_is_told(make: Mak
     assert (project / "c.txt").read_text() == "y"
     assert not (project / "b.txt").exists()
     text = engine.requests[1].messages[-1].content
-    assert text.startswith('[the user changed the arguments to {"path": "c.txt", "content": "y"}]\nc.txt: made')
+    assert text.startswith("c.txt: made")
+    assert text.endswith('\n[the user changed the arguments to {"path": "c.txt", "content": "y"}]')
 
 
 def test_stopping_at_a_question_ends_the_turn_and_leaves_a_valid_history(make: Make) -> None:
@@ -425,6 +426,31 @@ def test_a_rule_about_a_command_counts_for_its_first_words(
     arguments = {"command": command, "shell": shell}
     assert Rule.parse(rule).allows(run_command, arguments) == allowed
     assert Rule.parse(rule).denies(run_command, arguments) == denied
+
+
+@pytest.mark.parametrize(
+    ("command", "prefix"),
+    [
+        ("git status -s", "git status"),
+        ("git -C sub status", "git -C sub"),
+        ("ls", "ls"),
+        ("ls -l -a", "ls -l -a"),
+        ("python3 -m pytest -q", "python3 -m pytest"),
+        ("python3 -c 'import shutil'", "python3 -c 'import shutil'"),
+        (f"python3 -c 'print({'1' * 80})'", None),
+        ("python3 -c 'print()\n#'", None),
+        ("bash -c 'rm -rf x'", None),
+        ("/usr/bin/env rm x", None),
+        ("sudo ls", None),
+    ],
+)
+def test_the_words_that_can_be_allowed_say_what_is_run(command: str, prefix: str | None) -> None:
+    from tools.commands import run_command
+
+    assert command_prefix(run_command, {"command": command}) == prefix
+    assert command_prefix(run_command, {"command": command, "shell": True}) is None
+    if prefix is not None:
+        assert Rule.parse(f"run_command:{prefix}").allows(run_command, {"command": command})
 
 
 @pytest.mark.parametrize("rule", ["", ":x", "run_command:", "run_command:'x", "runcommand"])

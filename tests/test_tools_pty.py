@@ -88,6 +88,22 @@ def test_a_person_sees_the_change_and_says_yes(start: Start, project: Path) -> N
     assert terminal.cursor_is_shown
 
 
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_question_as_wide_as_the_screen_tears_no_word_and_leaves_room_for_the_answer(
+    start: Start, project: Path, more: int
+) -> None:
+    asked = "run_command runs: yes / no / always / prefix (always `touch c.txt`) / edit: "
+    terminal = start(call("run_command", command="touch c.txt"), DONE, columns=len(asked) + more)
+    ask(terminal)
+    terminal.wait(lambda: terminal.lines[-1:] == ["/ edit:"] and terminal.typing)
+    assert terminal.lines[-2] == asked.removesuffix(" / edit: ")
+    terminal.send("yes")
+    terminal.wait("/ edit: yes")
+    terminal.send(ENTER)
+    terminal.wait("It is done.")
+    assert (project / "c.txt").exists()
+
+
 def test_no_asks_for_a_reason_and_other_words_ask_again(start: Start, project: Path) -> None:
     terminal = start(WRITE, DONE)
     ask(terminal)

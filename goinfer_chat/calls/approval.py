@@ -70,7 +70,7 @@ class Approvals:
             tool=tool,
             arguments=arguments,
             preview=tool.preview(arguments, context),
-            prefix=" ".join(command_prefix(tool, arguments)) or None,
+            prefix=command_prefix(tool, arguments),
         )
         yield asked
         answer = asked.question.wait(context.cancel)

@@ -11,12 +11,14 @@ from engine.errors import GoinferError
 from goinfer_chat.calls.approval_rules import Rule
 from goinfer_chat.calls.events import Answer, ApprovalAsked, RepeatAsked
 from goinfer_chat.editor import edited
-from goinfer_chat.terminal import QuietTerminal, Stream, true_text
+from goinfer_chat.terminal import QuietTerminal, Stream, in_rows, true_text
 from goinfer_chat.view.tool_lines import call_line, diff_lines, is_cut
 from tools.errors import ToolError
 from tools.validation import check_arguments, parse_arguments
 
 _STOP: Final = Answer(allowed=False, stop=True)
+_ANSWER_COLUMNS: Final = 10
+"""Left of a question's last row for the word that answers it."""
 
 
 class PersonAsker:
@@ -47,7 +49,7 @@ class PersonAsker:
         else:
             for line in diff_lines(event.preview):
                 self._screen.line(line)
-        prefix = f" / prefix (always {event.prefix!r})" if event.prefix else ""
+        prefix = f" / prefix (always `{event.prefix}`)" if event.prefix else ""
         question = f"{event.tool.name} {event.tool.risk}: yes / no / always{prefix} / edit: "
         while True:
             word, _, rest = self._line(question).partition(" ")
@@ -98,9 +100,13 @@ class PersonAsker:
         _forget_typing()
         if self._screen.moves:
             session = PromptSession[str](output=Screen.on(self._screen))
-            return true_text(session.prompt(question)).strip()
+            return true_text(session.prompt(lambda: self._in_rows(question))).strip()
         with create_app_session(output=PlainTextOutput(self._screen.file)):
             return true_text(PromptSession[str]().prompt(question)).strip()
+
+    def _in_rows(self, question: str) -> str:
+        """The question broken between words for the screen as it is, with room for an answer behind it."""
+        return in_rows(question.rstrip(), max(self._screen.size[0] - _ANSWER_COLUMNS, 1)) + " "
 
 
 def _forget_typing() -> None:

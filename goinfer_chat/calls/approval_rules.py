@@ -21,7 +21,11 @@ from goinfer_chat.files import changing, make_folder, reason_of, write_private
 from tools import Risk, Tool
 
 FILE: Final = "approvals.json"
-NUM_PREFIX_WORDS: Final = 2
+_SHELLS: Final = frozenset(("sh", "bash", "dash", "zsh", "ksh", "fish", "su", "ssh"))
+_RUN_ANYTHING: Final = _SHELLS | {"env", "sudo", "doas", "nice", "nohup", "setsid", "time", "timeout", "watch", "xargs"}
+"""Programs whose arguments are another program to run."""
+_MAX_PREFIX: Final = 60
+"""Characters of the words that can be allowed: a question shows them whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +83,18 @@ def _words(tool: Tool, arguments: Mapping[str, Any]) -> list[str]:
     return line.split()
 
 
-def command_prefix(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The words that can be allowed from here on: the program and what it is to do; none for a shell line."""
+def command_prefix(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
+    """The words that can be allowed from here on: the program and what it is to do, options on the way included.
+
+    None for a shell line, for a program that runs whatever it is told to, and for words too long to be looked at.
+    """
     words = [] if arguments.get("shell") else _words(tool, arguments)
-    return tuple(words[:NUM_PREFIX_WORDS])
+    if not words or os.path.basename(words[0]) in _RUN_ANYTHING:
+        return None
+    # The word behind `python -c` or `git -C` says what is run: two words alone would allow anything.
+    what = next((index for index, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words))
+    prefix = shlex.join(words[: what + 1])
+    return prefix if len(prefix) <= _MAX_PREFIX and prefix.isprintable() else None
 
 
 def check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:

@@ -209,7 +209,7 @@ def _message(call: ToolCall, result: ToolResult) -> Message:
 def _with_note(result: ToolResult, arguments: Mapping[str, Any]) -> ToolResult:
     """The model must know that it was not its own call that ran."""
     note = f"[the user changed the arguments to {json.dumps(dict(arguments), ensure_ascii=False)}]"
-    return replace(result, text=f"{note}\n{result.text}")
+    return replace(result, text=f"{result.text}\n{note}")
 
 
 def _canonical(arguments: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.application.run_in_terminal import run_in_terminal
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
@@ -163,6 +164,8 @@ class LineEditor:
         self._agent.settings = key.pressed(self._agent.settings)
         mode = self._agent.settings.keys
         self._session.editing_mode = EditingMode.VI if mode == "vi" else EditingMode.EMACS
+        if key.setting == "think" and self._agent.doubt:
+            run_in_terminal(lambda: self._screen.line(self._agent.doubt, dim=True))
 
     def _on_paste(self, event: KeyPressEvent) -> None:
         text = event.data.replace("\r\n", "\n").replace("\r", "\n")

@@ -10,6 +10,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Attrs
 
 from goinfer_chat.terminal import Stream
+from goinfer_chat.view.colours import depth_of
 
 PASTE_MODE_ON: Final = "\x1b[?2004h"
 PASTE_MODE_OFF: Final = "\x1b[?2004l"
@@ -47,6 +48,12 @@ class Screen(Vt100_Output):
     def erase_screen(self) -> None:
         super().erase_screen()
         self.stream.lost_track()
+
+    def get_default_color_depth(self) -> ColorDepth:
+        """As many colours as replies have: a TERM that prompt_toolkit does not know would get a palette of 256."""
+        return {8: ColorDepth.DEPTH_8_BIT, 24: ColorDepth.DEPTH_24_BIT}.get(
+            depth_of(os.environ), ColorDepth.DEPTH_1_BIT
+        )
 
     def set_attributes(self, attrs: Attrs, color_depth: ColorDepth) -> None:
         if self.stream.colour:

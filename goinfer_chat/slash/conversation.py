@@ -13,7 +13,7 @@ from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.amounts import counted
 from goinfer_chat.files import write_new
 from goinfer_chat.foresight import Standing, about_to_ask, foresee, sentence, standing, undone
-from goinfer_chat.listing import HEADINGS, SHORT, TRACES_LEFT, cells_of, excerpt, hit_lines, name_of, when
+from goinfer_chat.listing import HEADINGS, SHORT, TRACES_LEFT, cells_of, excerpt, hit_rows, name_of, when
 from goinfer_chat.slash.registry import Command, Outcome
 from goinfer_chat.terminal import sanitize, true_text
 from goinfer_chat.values import parse_int
@@ -192,7 +192,7 @@ def _cost_of_edit(agent: Agent, argument: str) -> Prospect | None:
 
 def _search(agent: Agent, argument: str) -> Outcome:
     hits = agent.conversations.store.search(argument, limit=LIST_LENGTH)
-    return Outcome("\n".join(line for hit in hits for line in hit_lines(hit)) or "Nothing was found.")
+    return Outcome(rows=[row for hit in hits for row in hit_rows(hit)]) if hits else Outcome("Nothing was found.")
 
 
 def _export(agent: Agent, argument: str) -> Outcome:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from textwrap import wrap
-from typing import Final
 
 from engine.api import Prospect
 from engine.errors import GoinferError, UsageError
@@ -43,7 +41,7 @@ class Outcome:
     def shown(self, columns: int) -> str:
         """The table, the text and the rows, for lines of so many columns."""
         table = listing.columns(self.table, columns) if self.table else []
-        return "\n".join([*table, *([self.text] if self.text else []), *definitions(self.rows, columns)])
+        return "\n".join([*table, *([self.text] if self.text else []), *listing.definitions(self.rows, columns)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +49,6 @@ class ShellCommand:
     line: str
     hand_over: bool
     """Whether its output goes into the next message."""
-
-
-_MAX_NAME_COLUMNS: Final = 34
-
-
-def definitions(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
-    """Lines of names with their meanings beside them, or below where that leaves no room; words stay whole."""
-    width = max((len(name) for name, meaning in rows if meaning and len(name) <= _MAX_NAME_COLUMNS), default=0)
-    beside = columns - width - 4 >= 20
-    lines = []
-    for name, meaning in rows:
-        if not meaning:
-            lines.append(name)
-        elif beside and len(name) <= width:
-            first, *others = wrap(meaning, columns - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
-            lines.append(f"  {name:<{width}}  {first}")
-            lines += [" " * (width + 4) + line for line in others]
-        else:
-            lines.append(f"  {name}")
-            lines += [
-                f"    {line}"
-                for line in wrap(meaning, max(columns - 4, 10), break_long_words=False, break_on_hyphens=False)
-            ]
-    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

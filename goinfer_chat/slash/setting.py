@@ -28,10 +28,7 @@ def _value(agent: Agent, setting: Setting) -> str:
 
 
 def _standing(agent: Agent, setting: Setting) -> str:
-    text = f"{setting.flag} {_value(agent, setting)}"
-    if setting.flag == "think" and agent.settings.think == "on" and not agent.engine.info.thinks:
-        return f"{text}; this model is not known to think"
-    return text
+    return (agent.doubt if setting.flag == "think" else "") or f"{setting.flag} {_value(agent, setting)}"
 
 
 def _change(agent: Agent, setting: Setting, text: str) -> None:

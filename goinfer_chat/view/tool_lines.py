@@ -37,7 +37,7 @@ def ended_line(event: ToolEnded) -> str:
     """How it ended, and its text where that is one line, or says what is wrong."""
     result = event.result
     lines = result.text.splitlines() or [""]
-    text = lines[0] if len(lines) == 1 else f"{len(lines):,} lines"
+    text = lines[0] if len(lines) == 1 else f"{lines[0][:MAX_VALUE]} ... {len(lines):,} lines"
     if result.status != "ok":
         text = " ".join(result.text.split())
     text = text if len(text) <= 2 * MAX_VALUE else f"{text[: 2 * MAX_VALUE]}..."
