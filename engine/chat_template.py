@@ -21,15 +21,21 @@ from typing import Any
 import jinja2
 
 from engine.api import Message, tool_function
+from engine.call_probe import find_form
+from engine.call_schema import kind_of
+from engine.call_stated import STATED_MARKERS, stated
 from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.kv_cache import common_start
+from engine.prompt_leads import Leads
 from engine.prompt_marks import Guard, Marks
 from engine.prompt_values import (
     ALL,
     AS_CALL,
     CONTROLS_AND_ANCHOR,
     CONTROLS_ONLY,
+    PLAIN,
     WHOLE,
+    Dialect,
     Marking,
     Prompt,
     arguments_of,
@@ -40,9 +46,10 @@ from engine.prompt_values import (
     with_short_ids,
     with_single_calls,
 )
+from engine.reasoning import THINK, ReasoningMarks, find_marks
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
 from engine.tokenizer import Tokenizer
-from engine.tool_calls import STATED_MARKERS, CallForm, find_form, read_objects, stated
+from engine.tool_calls import CallForm, read_objects
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -81,7 +88,6 @@ class ChatTemplate:
             source = tool_source if tool_source is not None else self._fallback()
         self._source = source
         self._tool_source = tool_source if tool_source is not None else source
-        self.knows_tools = re.search(r"\btools\b", self._tool_source) is not None  # if only to list them
         self.is_gemma = "<start_of_turn>" in self._source
         self._short_call_ids = re.search(r"length\s*!=\s*9", self._tool_source) is not None
         self._environment = make_environment()
@@ -114,11 +120,16 @@ class ChatTemplate:
         return self._told(self._prompt(messages, tools, arguments))[1]
 
     def render_as_given(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        dialect: Dialect = PLAIN,
     ) -> str:
         """What the template makes of messages and tools, also if it cannot write calls."""
         arguments = {"add_generation_prompt": add_generation_prompt}
-        return self._accepted(Prompt(tuple(messages), tuple(tools), arguments))[1]
+        return self._accepted(Prompt(tuple(messages), tuple(tools), arguments, dialect))[1]
 
     def encode(
         self,
@@ -178,26 +189,43 @@ class ChatTemplate:
         )
         return ids if one[: len(ids)] == ids else one[: common_start(one, other)]
 
+    @property
+    def source(self) -> str:
+        """The text of the template."""
+        return self._source
+
     @functools.cached_property
+    def markers(self) -> frozenset[str]:
+        """The special tokens of the vocabulary."""
+        return frozenset(map(self._tokenizer.token_text, self._tokenizer.special_ids))
+
+    @property
     def thinks(self) -> bool:
-        """Whether the model may reason, in a `<think>` block or on a channel of its own."""
-        tokenizer = self._tokenizer
-        if self.has_channels:
-            return True
-        return "<think>" in self._source or any(tokenizer.token_text(id) == "<think>" for id in tokenizer.special_ids)
+        """Whether the model may reason, in a block or on a channel of its own."""
+        return self.has_channels or self.reasoning is not None
+
+    @functools.cached_property
+    def reasoning(self) -> ReasoningMarks | None:
+        """What the model's reasoning stands between; None where it does not reason, or on a channel of its own."""
+        return None if self.has_channels else find_marks(self._source, self.markers)
 
     @functools.cached_property
     def has_channels(self) -> bool:
         """Whether a reply is messages on channels (channel_parts.py)."""
-        tokenizer = self._tokenizer
-        return "<|channel|>" in self._source and any(
-            tokenizer.token_text(id) == "<|channel|>" for id in tokenizer.special_ids
-        )
+        return "<|channel|>" in self._source and "<|channel|>" in self.markers
 
-    @functools.cached_property
+    @property
     def call_form(self) -> CallForm:
         """How this model calls tools."""
+        return self._calls[0]
+
+    @functools.cached_property
+    def _calls(self) -> tuple[CallForm, Dialect]:
         return find_form(self, self._tokenizer)
+
+    def without_reasoning(self, text: str) -> str:
+        """What a template writes for a reply, without the (empty) block of reasoning it begins with."""
+        return text if self.reasoning is None else self.reasoning.removed_from(text)
 
     # -- rendering -----------------------------------------------------------------------------------------------------
 
@@ -206,11 +234,12 @@ class ChatTemplate:
     ) -> Prompt:
         """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
         with_calls = tools or any(message.role == "tool" or message.tool_calls for message in messages)
-        if with_calls and self.call_form.stated:
-            messages, tools = stated(messages, tools, self.call_form), ()
+        form = self.call_form if with_calls else None
+        if form is not None and (form.stated or form.placed):
+            messages, tools = stated(messages, tools, form), () if form.stated else tools
         if self._short_call_ids:
             messages = [with_short_ids(message) for message in messages]
-        return Prompt(tuple(messages), tuple(tools), arguments)
+        return Prompt(tuple(messages), tuple(tools), arguments, PLAIN if form is None else self._calls[1])
 
     def _told(self, prompt: Prompt) -> tuple[Prompt, str]:
         """The prompt in the first form that the template accepts and in which it leaves nothing out, and its text."""
@@ -333,7 +362,7 @@ class ChatTemplate:
                 result = marked(wanted)
             except TemplateError:
                 return False
-            if not self._agrees(plain, result, marks, wanted):
+            if not self._agrees(plain, result, marks, prompt.messages, wanted):
                 return False
             best, levels = result, wanted
             return True
@@ -372,6 +401,8 @@ class ChatTemplate:
                 found.update(
                     self.encode([Message(role=role, content="x") for role in roles], add_generation_prompt=False)
                 )
+        if self.reasoning is not None:  # a system prompt of the template's own may speak of it
+            found -= {part for part in self._tokenizer.parts(self.reasoning.texts) if isinstance(part, int)}
         return self._tokenizer.end_ids | (found & self._tokenizer.control_ids)
 
     def _stands_for(self, message: Message) -> bool:
@@ -391,72 +422,74 @@ class ChatTemplate:
         form = self.call_form
         names = [name for name in map(name_of, message.tool_calls) if name is not None]
         start = text.find(form.opener) if form.opener else -1
-        calls = form.read(text[start:], names)[0] if start >= 0 else []
         wanted = [(name, arguments_of(tool_function(call))) for name, call in zip(names, message.tool_calls)]
+        schemas = {name: _schema_like([each for other, each in wanted if other == name]) for name in names}
+        calls = form.read(text[start:], schemas)[0] if start >= 0 else []
         found = [(name, arguments_of({"arguments": arguments})) for name, arguments in calls or read_objects(text)]
         return found == wanted
 
-    def _agrees(self, plain: str, result: str, marks: Marks, levels: Mapping[int, int]) -> bool:
+    def _agrees(
+        self, plain: str, result: str, marks: Marks, messages: Sequence[Message], levels: Mapping[int, int]
+    ) -> bool:
         """Whether a marked text is the plain one everywhere but within the replies that are replaced as a whole."""
         position = last = 0
         text = marks.removed_from(result)
+        # Then the blanks around it differ too, and the lead of the prompt is put there.
+        leads_differ = self.reasoning is not None and self.reasoning.end in plain
+        plain = self._without_reasoning(plain)
+        seen: set[int] = set()
         for anchor, number in marks.anchors_in(result)[0]:
-            if levels.get(number, 0) < AS_CALL:
+            if levels.get(number, 0) < AS_CALL or number in seen:
                 continue
-            place = self._whole_place(text, anchor, levels[number])
+            seen.add(number)
+            place = self._whole_place(text, anchor, messages[number], levels[number])
             if place is None:
                 return False
-            part = text[last : place[0]]
+            part = self._without_reasoning(text[last : place[0]])
+            part = part.rstrip() if leads_differ else part
             found = plain.find(part, position) if last else (0 if plain.startswith(part) else -1)
             if found < 0:
                 return False
             position, last = found + len(part), place[1]
-        rest = text[last:]
+        rest = self._without_reasoning(text[last:])
         return plain == rest if not last else plain.endswith(rest) and len(plain) - len(rest) >= position
 
-    def _whole_place(self, text: str, anchor: int, level: int) -> tuple[int, int] | None:
+    def _without_reasoning(self, text: str) -> str:
+        """Without blocks of reasoning, which a template may write or not where the ids of a reply have them."""
+        if self.reasoning is None or self.reasoning.end not in text:
+            return text
+        return self._reasoning_block.sub("", text)
+
+    @functools.cached_property
+    def _reasoning_block(self) -> re.Pattern[str]:
+        begin, end = (
+            re.escape(mark.strip()) for mark in ((self.reasoning or THINK).begin, (self.reasoning or THINK).end)
+        )
+        return re.compile(rf"\s*(?:{begin}(?:(?!{begin}).)*?)?{end}\s*", re.DOTALL)
+
+    def _whole_place(self, text: str, anchor: int, message: Message, level: int) -> tuple[int, int] | None:
         """(start, end) of what is replaced by the ids of a reply."""
         if level == WHOLE:
             return anchor, anchor
-        start = anchor - len(self.call_form.head)
         ends = (text.find(self._tokenizer.token_text(id), anchor) for id in self._tokenizer.end_ids)
-        end = min((end for end in ends if end >= 0), default=-1)
-        return (start, end) if end >= 0 and start >= 0 and text.startswith(self.call_form.head, start) else None
+        names = [name_of(call) or "" for call in message.tool_calls]
+        return self.call_form.place_of_empty(text, anchor, names, min((end for end in ends if end >= 0), default=None))
 
     def _with_glue(self, prompt: Prompt, plain: str, marked: str, marks: Marks, levels: Mapping[int, int]) -> str:
-        """With what a generation prompt has and the template does not repeat once the reply is there: the empty
-        `<think>` block of a model that is to answer at once, or the opening of one. The ids came after it."""
-        if "think" not in self._source or not prompt.arguments.get("add_generation_prompt"):
+        """With what stood before each reply that is replaced by its ids (prompt_leads.py)."""
+        if self.reasoning is None or not prompt.arguments.get("add_generation_prompt"):
             return marked
-        leads = [lead for lead in (self._lead(prompt, plain),) if lead is not None]
-        numbers = {marks.anchor_of(number): number for number, level in levels.items() if level == WHOLE}
-        if not leads:
-            return marked
+        numbers = {marks.anchor_of(number): number for number, level in levels.items() if level >= AS_CALL}
+        leads = Leads(
+            self._render, lambda message: self._tokenizer.spelled(message.ids or ()), self.reasoning, prompt, plain
+        )
         pieces = marks.split_at(marked, numbers)
         for i in range(0, len(pieces) - 1, 2):
-            lead = self._lead_of(prompt.messages[numbers[pieces[i + 1]]], prompt, leads)
-            shared = next((n for n in range(len(lead), 0, -1) if pieces[i].endswith(lead[:n])), 0)
-            pieces[i] += lead[shared:] if shared else ""
+            number = numbers[pieces[i + 1]]
+            end = self.call_form.head_before(pieces[i]) if levels[number] == AS_CALL else len(pieces[i])
+            if end is not None:
+                pieces[i] = leads.put_into(pieces[i][:end], number) + pieces[i][end:]
         return "".join(pieces)
-
-    def _lead(self, prompt: Prompt, plain: str) -> str | None:
-        """What stands before a reply to this prompt, whose text is `plain`; None where the template has no such end."""
-        without = self._render(replace(prompt, arguments={**prompt.arguments, "add_generation_prompt": False}))
-        return plain[len(without) :] if plain.startswith(without) else None
-
-    def _lead_of(self, message: Message, prompt: Prompt, leads: list[str]) -> str:
-        """The one of the present prompt, or the one of a prompt that told the model otherwise whether to think, where
-        the ids cannot have come after this one. `leads`: those that are known, the present one first."""
-        said = self._tokenizer.spelled(message.ids or ())
-        opened = "<think>" not in said and (message.thinking is not None or "</think>" in said)
-        for thinks in (None, True, False):
-            if found := next((lead for lead in leads if lead.rstrip().endswith("<think>") == opened), None):
-                return found
-            arguments = {name: value for name, value in prompt.arguments.items() if name != "enable_thinking"}
-            other = replace(prompt, arguments=arguments | ({} if thinks is None else {"enable_thinking": thinks}))
-            lead = self._lead(other, self._render(other))
-            leads += [] if lead is None else [lead]
-        return next((lead for lead in leads if lead.rstrip().endswith("<think>") == opened), leads[0])
 
     # -- ids -----------------------------------------------------------------------------------------------------------
 
@@ -487,10 +520,12 @@ class ChatTemplate:
         anchors, in_marked = marks.anchors_in(marked)
         text = marks.removed_from(marked)
         position = 0
+        seen: set[int] = set()  # templates may write the name of a call again with its result
         for anchor, number in anchors:
             message, level = messages[number], levels[number]
             if level >= AS_CALL:
-                place = self._whole_place(text, anchor, level)
+                place = None if number in seen else self._whole_place(text, anchor, message, level)
+                seen.add(number)
             else:
                 place = next((place for place in self._places(text, anchor, message) if place[0] >= position), None)
             if place is not None and message.ids is not None:
@@ -521,6 +556,14 @@ class ChatTemplate:
                 if start >= 0 and text.startswith(reply, start):
                     yield start, start + len(reply)
                 offset = reply.rfind(known, 0, offset + len(known) - 1)
+
+
+def _schema_like(values: Sequence[Any]) -> dict[str, Any] | None:
+    """A schema that says of which type the arguments of the first of these calls are."""
+    first = next((each for each in values if isinstance(each, dict)), None)
+    if first is None:
+        return None
+    return {"properties": {name: {"type": kind_of(value)} for name, value in first.items()}}
 
 
 def _template_text(metadata: Mapping[str, Any], key: str) -> str | None:

@@ -12,6 +12,7 @@ llguidance (https://github.com/guidance-ai/llguidance) parses; here is what it i
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,8 @@ class JsonStyle:
     def guidance(self) -> dict[str, Any]:
         return {
             "whitespace_flexible": False,
-            "item_separator": _as_pattern(self.item_separator),
-            "key_separator": _as_pattern(self.key_separator),
+            "item_separator": as_pattern(self.item_separator),
+            "key_separator": as_pattern(self.key_separator),
             "json_allowed_escapes": 'nrbtf\\"',
         }
 
@@ -187,6 +188,14 @@ class GrammarCompiler:
                 parts.append(json.dumps(self._tokenizer.token_text(part), ensure_ascii=False))
         return " ".join(parts) or '""'
 
+    def split_at_control(self, text: str) -> tuple[str, str]:
+        """The text up to the first control token that it spells, and from there on."""
+        plain = itertools.takewhile(
+            lambda part: isinstance(part, str) or part not in self._tokenizer.control_ids, self._tokenizer.parts(text)
+        )
+        length = sum(len(part if isinstance(part, str) else self._tokenizer.token_text(part)) for part in plain)
+        return text[:length], text[length:]
+
     def prepare(self) -> None:
         """Read the vocabulary now. The parser's part of that keeps other Python threads waiting: 0.2 to 0.4 s."""
         with self._lock:
@@ -264,8 +273,10 @@ class _Vocabulary:
         return self._tokenizer.encode(text, continues=True)
 
 
-def _as_pattern(text: str) -> str:
-    return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else c for c in text)
+def as_pattern(text: str) -> str:
+    """A regular expression for just this text."""
+    written = "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else c for c in text)
+    return written.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
 def _first_line(message: str) -> str:

@@ -17,7 +17,30 @@ from engine.prompt_marks import Guard, Marks
 
 CONTROLS_ONLY, CONTROLS_AND_ANCHOR, ALL, AS_CALL, WHOLE = range(5)
 """How what an assistant said is marked; more is better. The last two stand for a reply whose ids are known: the
-template is given an anchor in place of all it said, as the name of its one call or as its content."""
+template is given an anchor in place of all it said: before the names of its calls, without their arguments, or as its
+content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a template wants to be given a message that calls tools; found by trying (call_probe.py)."""
+
+    arguments_as_text: bool = False
+    """As OpenAI's interface has them; most templates expect an object."""
+    no_content: bool = False
+    """Without a text, `content` is none, not an empty text."""
+
+    def spoken(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A message in it."""
+        if not fields.get("tool_calls"):
+            return fields
+        if self.no_content and not fields["content"]:
+            fields = {**fields, "content": None}
+        calls = fields["tool_calls"]
+        return {**fields, "tool_calls": list(map(_with_text, calls))} if self.arguments_as_text else fields
+
+
+PLAIN = Dialect()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +50,7 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     arguments: Mapping[str, Any]
+    dialect: Dialect = PLAIN
 
     def variables(self, marking: Marking | None = None) -> dict[str, Any]:
         """The names that the template knows, as JSON values. Raises UsageError for what is no JSON value."""
@@ -35,7 +59,9 @@ class Prompt:
         marking = marking if marking is not None else Marking()
         return {
             **{name: _json(value, marking.text) for name, value in self.arguments.items()},
-            "messages": [marking.message(number, message) for number, message in enumerate(self.messages)],
+            "messages": [
+                self.dialect.spoken(marking.message(number, message)) for number, message in enumerate(self.messages)
+            ],
             "tools": _json(self.tools, marking.text) if self.tools else None,
         }
 
@@ -75,26 +101,31 @@ class Marking:
             if level == WHOLE:
                 return {"role": message.role, "content": self.marks.anchor_of(number)}
             if level == AS_CALL:
-                call = {**message.tool_calls[0], "function": {"name": self.marks.anchor_of(number), "arguments": {}}}
-                return {"role": message.role, "content": "", "tool_calls": [call]}
+                names = [name_of(call) or "" for call in message.tool_calls]
+                names[0] = self.marks.anchor_of(number) + names[0]
+                calls = [
+                    {**call, "function": {"name": name, "arguments": {}}}
+                    for name, call in zip(names, message.tool_calls)
+                ]
+                return {"role": message.role, "content": "", "tool_calls": calls}
             guard = self.guard if level == ALL else self.control_guard
             if guard is not None:
                 mark = functools.partial(guard.protected, mark=split)
             if level != CONTROLS_ONLY and message.ids:
                 anchor = self.marks.anchor_of(number)
-        calls = [_json(_with_arguments(call), mark) for call in message.tool_calls]
+        given = [_json(_with_arguments(call), mark) for call in message.tool_calls]
         content = mark(message.content)
         if name_of_first_call(message) is None:
             content += anchor
         else:
-            function: Any = tool_function(calls[0])
+            function: Any = tool_function(given[0])
             function["name"] = anchor + function["name"]
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking is not None:
             # Two names are in use for it.
             fields["reasoning_content"] = fields["thinking"] = mark(message.thinking)
-        if calls:
-            fields["tool_calls"] = calls
+        if given:
+            fields["tool_calls"] = given
         if message.tool_call_id is not None:
             fields["tool_call_id"] = self.text(message.tool_call_id)
         if message.name is not None:
@@ -128,6 +159,14 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, dict):
             call["arguments"] = arguments
     return call
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as JSON text."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_text(call["function"])}
+    arguments = call.get("arguments")
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
 
 
 def arguments_of(function: Mapping[str, Any]) -> Any:
@@ -221,8 +260,9 @@ def _texts_in(value: Any) -> list[str]:
 
 
 def _is_in(text: str, part: str) -> bool:
-    """As it is, or as JSON writes it."""
-    return part in text or any(json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (False, True))
+    """As it is, or as JSON or Python write it."""
+    written = (part, repr(part)[1:-1], *(json.dumps(part, ensure_ascii=x)[1:-1] for x in (False, True)))
+    return any(each in text for each in written)
 
 
 def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:

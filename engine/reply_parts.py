@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
-from engine.reply_plan import THINK, ReplyPlan
+from engine.reply_plan import ReplyPlan
 from engine.stop_strings import overlap
 from engine.tool_calls import BareCall
 
@@ -79,13 +79,14 @@ class PartSorter(ABC):
 
 
 class ReplyParts(PartSorter):
-    """Of a model that marks its reasoning with `<think>` and its calls with an opener."""
+    """Of a model that marks its reasoning (reasoning.py) and its calls with an opener."""
 
     def __init__(self, plan: ReplyPlan) -> None:
         super().__init__(plan)
         self._shown = False  # some text has been given out
         self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
         self._opener = plan.form.opener if plan.form is not None else ""
+        self._marks = plan.reasoning
         self._trims = False  # blanks before the next text are dropped
         if plan.thinking:
             self._state, self._trims = "thinking", True
@@ -118,23 +119,23 @@ class ReplyParts(PartSorter):
 
     def _start(self) -> bool:
         text = self._held.lstrip()
-        if text.startswith(THINK[0]):
-            self._held = text[len(THINK[0]) :]
+        if text.startswith(self._marks.begin):
+            self._held = text[len(self._marks.begin) :]
             self._state, self._trims = "thinking", True
-        elif THINK[0].startswith(text):
+        elif self._marks.begin.startswith(text):
             return False
         else:
             self._state = "text"
         return True
 
     def _think(self, parts: list[Part]) -> bool:
-        end = self._held.find(THINK[1])
+        end = self._held.find(self._marks.end)
         if end < 0:
-            shown = len(self._held) - overlap(self._held, THINK[1])
+            shown = len(self._held) - overlap(self._held, self._marks.end)
             self._give(parts, "thinking", len(self._held[:shown].rstrip()))
             return False
         self._give(parts, "thinking", len(self._held[:end].rstrip()))
-        self._held = self._held.lstrip()[len(THINK[1]) :]
+        self._held = self._held.lstrip()[len(self._marks.end) :]
         self._state, self._trims = "call" if self._plan.forced else "text", True
         return True
 

@@ -6,7 +6,6 @@ held until it begins a call by itself; from there on the call is held to the sch
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine.api import NamedTool, Request, ToolCall, tool_name
 from engine.grammar import Grammar, GrammarCompiler, Matcher
-from engine.tool_calls import PYTHON_TAG, CallForm, CallText, read_objects
+from engine.reasoning import THINK, ReasoningMarks
+from engine.tool_calls import PYTHON_TAG, CallForm, CallText, read_objects, schemas_of
 
 if TYPE_CHECKING:
     from engine.chat_template import ChatTemplate
     from engine.tokenizer import Tokenizer
 
-THINK = ("<think>", "</think>")
-"""How models mark their reasoning."""
 CHANNEL_MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 """Of messages on channels (channel_parts.py)."""
 FINAL = "<|channel|>final<|message|>"
@@ -45,6 +43,8 @@ class ReplyPlan:
     compiler: GrammarCompiler | None = None
     thinks: bool = False
     """The model may reason first."""
+    reasoning: ReasoningMarks = THINK
+    """What its reasoning stands between."""
     thinking: bool = False
     """The prompt has opened the reasoning already."""
     has_channels: bool = False
@@ -55,7 +55,7 @@ class ReplyPlan:
     @property
     def answer_now(self) -> str:
         """What ends reasoning."""
-        return ANSWER_NOW if self.has_channels else f"\n{THINK[1]}\n\n"
+        return ANSWER_NOW if self.has_channels else f"\n{self.reasoning.end}{self.reasoning.after}"
 
     @property
     def names(self) -> list[str]:
@@ -68,9 +68,10 @@ class ReplyPlan:
         """
         assert self.form is not None
         calls: list[CallText]
-        calls, exact = self.form.read(text, self.names)
+        schemas = schemas_of(self.tools)
+        calls, exact = self.form.read(text, schemas)
         if whole and not exact:
-            calls = read_objects(text) or calls
+            calls = read_objects(text) or self.form.read(text, schemas, loosely=True)[0]
         if not calls and whole and not self.forced:
             return None
         calls = calls if self.several else calls[:1]
@@ -99,24 +100,25 @@ def plan_reply(
     schema = request.json_schema
     if not request.messages:
         return ReplyPlan(grammar=None if schema is None else compiler.json(schema))
-    thinks = template.thinks
-    thinking = thinks and re.search(r"<think>\s*$", tokenizer.spelled(prompt_ids[-16:])) is not None
+    thinks, marks = template.thinks, template.reasoning or THINK
+    thinking = thinks and marks.is_opened_by(tokenizer.spelled(prompt_ids[-16:]))
     channels = template.has_channels
-    lead = f"{THINK[1]}\n\n" if thinking else ""
-    markers = dict(_controls(tokenizer, "".join(CHANNEL_MARKERS if channels else THINK))) if thinks else {}
+    lead = marks.end + marks.after if thinking else ""
+    markers = dict(_controls(tokenizer, "".join(CHANNEL_MARKERS) if channels else marks.texts)) if thinks else {}
     if schema is not None:
         lead += FINAL if channels else ""
         rules = f"start: {compiler.literal(lead)} {compiler.json_rule(schema, 'the schema')}"
         return ReplyPlan(
             grammar=compiler.compile(rules, "the schema"),
             thinks=thinks,
+            reasoning=marks,
             thinking=thinking,
             has_channels=channels,
             markers=markers,
         )
     choice = request.tool_choice
     if not request.tools or choice == "none":
-        return ReplyPlan(thinks=thinks, thinking=thinking, has_channels=channels, markers=markers)
+        return ReplyPlan(thinks=thinks, reasoning=marks, thinking=thinking, has_channels=channels, markers=markers)
     form, tools, what = template.call_form, request.tools, "the schemas of the tools"
     several = request.parallel_tool_calls and form.middle is not None
     if isinstance(choice, NamedTool):
@@ -128,7 +130,7 @@ def plan_reply(
         grammar = None
     else:
         grammar = compiler.compile(form.rules(compiler, tools, several=several, lead=lead), what)
-    pieces = (form.head, form.between, form.middle or "", form.tail, PYTHON_TAG)
+    pieces = (*form.texts, PYTHON_TAG)
     return ReplyPlan(
         grammar=grammar,
         form=form,
@@ -137,6 +139,7 @@ def plan_reply(
         forced=grammar is not None,
         compiler=compiler,
         thinks=thinks,
+        reasoning=marks,
         thinking=thinking,
         has_channels=channels,
         markers={**markers, **dict(_controls(tokenizer, "".join(pieces)))},

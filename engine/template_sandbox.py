@@ -385,11 +385,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(method, BuiltinMethodType):
             owner, name = method.__self__, method.__name__
+            # Jinja2 tells of variables that are set in a loop, and takes that out again in its own `call`.
+            given = {word: value for word, value in kwargs.items() if word not in ("_loop_vars", "_block_vars")}
             if isinstance(owner, str) and name == "join":
-                return meter.keep(_join_strict(meter, owner, *args, **kwargs))
+                return meter.keep(_join_strict(meter, owner, *args, **given))
             if isinstance(owner, str) and name == "replace":
-                return meter.keep(_replace(meter, owner, *args, **kwargs))
-            _expect_method(meter, method, args, kwargs)
+                return meter.keep(_replace(meter, owner, *args, **given))
+            _expect_method(meter, method, args, given)
         return meter.keep(super().call(__context, __obj, *args, **kwargs))
 
 

@@ -1,11 +1,7 @@
-"""How a model writes calls of tools: the form, found from its chat template, and reading calls written in it.
+"""How a model writes calls of tools: a form as data, the grammar of calls in it, and reading calls written in it.
 
-A template that knows tools is shown a call and looked at: what it writes in front of the name, between name and
-arguments, after them, and between two calls. So `<tool_call>` JSON of Qwen, the bare object of Llama 3, `[TOOL_CALLS]`
-of Mistral, and others that give arguments as JSON, need no table of families. Models whose template knows no tools are
-told of them, and of a form to call them in, in the system prompt.
-
-The pieces of a form make a grammar (`CallForm.rules`) and are what a finished call is read by (`CallForm.read`).
+Which form a model has is found from its chat template (call_probe.py); how the arguments are written in it is a matter
+of its own (call_arguments.py).
 """
 
 from __future__ import annotations
@@ -13,24 +9,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from engine.api import Message, tool_function, tool_name
-from engine.code_calls import code_rules, read_code, write_code
-from engine.errors import TemplateError, UsageError
-from engine.grammar import GrammarCompiler, JsonStyle
-
-if TYPE_CHECKING:
-    from engine.chat_template import ChatTemplate
-    from engine.tokenizer import Tokenizer
+from engine.api import tool_function, tool_name
+from engine.call_arguments import Arguments, JsonArguments, json_end
+from engine.errors import UsageError
+from engine.grammar import GrammarCompiler
 
 CallText = tuple[str, str]
 """Name and arguments as written."""
+Schemas = Mapping[str, Mapping[str, Any] | None]
+"""The schema of the arguments of each tool; None where it is not known."""
 
-_STYLE = JsonStyle()
 PYTHON_TAG = "<|python_tag|>"
+NUMBER = "\x00"
+"""Stands in a mark of a form for the number of the call, or its id."""
+_AS_JSON = JsonArguments()
 _SPACE = "/[ \\t\\n]{0,4}/"
+_ANY_NAME = re.compile(r"[^\s\"'<>{}()\[\],:=]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +41,13 @@ class CallForm:
     """None: a reply has one call at most."""
     opener: str = ""
     """The marker that `head` begins with, and that stands in no other text; "" for a bare object."""
-    style: JsonStyle = _STYLE
+    arguments: Arguments = _AS_JSON
+    number: str = "[0-9]{1,4}"
+    """What NUMBER is in a mark."""
     stated: bool = False
-    """Stated in the system prompt, since the template knows no tools."""
-    code: bool = False
-    """Arguments as code writes them (code_calls.py), not as a JSON object."""
+    """The system prompt tells of tools and of this form, since the template does not."""
+    placed: bool = False
+    """Calls are put into the text of a message, since the template writes none."""
 
     @property
     def quotes_names(self) -> bool:
@@ -59,92 +58,132 @@ class CallForm:
         """Models that write a JSON object with name and arguments also write it without the marker."""
         return self.head.endswith('{"name": "')
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The marks that calls are written with."""
+        return (self.head, self.between, self.middle or "", self.tail, *self.arguments.texts)
+
+    # -- grammars ------------------------------------------------------------------------------------------------------
+
     def rules(
         self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]], *, several: bool, lead: str = ""
     ) -> str:
         """A grammar of calls of these tools, from `lead` and the head on. Raises SchemaError."""
-        literal = compiler.literal
-        again = f"({literal(self.middle)} call)*" if several and self.middle is not None else ""
-        calls, rules = self._calls(compiler, tools)
-        return f"start: {literal(lead + self.head)} call {again} {literal(self.tail)}\ncall: {calls}\n{rules}"
+        return self._all_rules(compiler, tools, self._literal(compiler, lead + self.head), several)
 
     def rules_after_opener(
         self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]], *, several: bool
     ) -> str:
         """The same for a model that has begun by itself, which may put another space behind the marker."""
-        literal = compiler.literal
-        rest = self.head[len(self.opener) :].lstrip()
-        again = f"({literal(self.middle)} call)*" if several and self.middle is not None else ""
-        calls, rules = self._calls(compiler, tools)
-        start = f"{literal(self.opener)} {_SPACE} {literal(rest)} call {again} {literal(self.tail)}"
-        return f"start: {start}\ncall: {calls}\n{rules}"
-
-    def write(self, name: str, arguments: str) -> str:
-        """One call."""
-        arguments = write_code(arguments) if self.code else arguments or "{}"
-        return f"{self.head}{self._written(name)}{self.between}{arguments}{self.tail}"
+        start = f"{compiler.literal(self.opener)} {_SPACE} {self._literal(compiler, self._after_opener)}"
+        return self._all_rules(compiler, tools, start, several)
 
     def bare_rules(self, compiler: GrammarCompiler, tool: Mapping[str, Any]) -> str:
         """What follows `{"name": ..., "arguments":` of a bare object."""
-        return f'start: {_SPACE} {compiler.json_rule(parameters(tool), _what(tool), self.style)} {_SPACE} "}}"'
+        arguments = self.arguments if isinstance(self.arguments, JsonArguments) else _AS_JSON
+        start, rules = arguments.rules(compiler, parameters(tool), _what(tool), "c")
+        return f'start: {_SPACE} {start} {_SPACE} "}}"\n{rules}'
 
     def argument_rules(self, compiler: GrammarCompiler, tool: Mapping[str, Any]) -> str:
         """The arguments alone, of a call whose name has been said."""
-        return f"start: {compiler.json_rule(parameters(tool), _what(tool), self.style)}"
+        arguments, rules = self.arguments.rules(compiler, parameters(tool), _what(tool), "c")
+        return f"start: {arguments}\n{rules}"
 
-    def _calls(self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        lines = []
+    @property
+    def _after_opener(self) -> str:
+        return self.head[len(self.opener) :].lstrip()
+
+    def _literal(self, compiler: GrammarCompiler, mark: str) -> str:
+        return " NUMBER ".join(map(compiler.literal, mark.split(NUMBER)))
+
+    def _all_rules(
+        self, compiler: GrammarCompiler, tools: Sequence[Mapping[str, Any]], start: str, several: bool
+    ) -> str:
+        again = f"({self._literal(compiler, self.middle)} call)*" if several and self.middle is not None else ""
+        lines = [f"start: {start} call {again} {self._literal(compiler, self.tail)}\n"]
+        lines.append(f"call: {' | '.join(f'c{i}x' for i in range(len(tools)))}\n")
         for i, tool in enumerate(tools):
-            arguments, rules = self._arguments(compiler, tool, f"c{i}")
-            name = compiler.literal(self._written(tool_name(tool)) + self.between)
-            lines.append(f"c{i}: {name} {arguments}\n{rules}")
-        return " | ".join(f"c{i}" for i in range(len(tools))), "".join(lines)
+            arguments, rules = self.arguments.rules(compiler, parameters(tool), _what(tool), f"c{i}y")
+            name = self._literal(compiler, self._written(tool_name(tool)) + self.between)
+            lines.append(f"c{i}x: {name} {arguments}\n{rules}")
+        if any(NUMBER in text for text in self.texts):
+            lines.append(f"NUMBER: /{self.number}/\n")
+        return "".join(lines)
 
-    def _arguments(self, compiler: GrammarCompiler, tool: Mapping[str, Any], prefix: str) -> tuple[str, str]:
-        """(start, rules) of the grammar of a tool's arguments."""
-        schema = parameters(tool)
+    # -- writing and reading -------------------------------------------------------------------------------------------
 
-        def json_rule(value: Mapping[str, Any] | bool) -> str:
-            return compiler.json_rule(value, _what(tool), self.style)
-
-        whole = json_rule(schema)
-        return (self.code and code_rules(prefix, schema, json_rule)) or (whole, "")
+    def write(self, *calls: CallText) -> str:
+        """Calls with their arguments as JSON text."""
+        texts = [f"{self._written(name)}{self.between}{self.arguments.write(given)}" for name, given in calls]
+        numbers = iter(range(sum(text.count(NUMBER) for text in self.texts) * len(calls)))
+        written = self.head + (self.middle or "").join(texts) + self.tail
+        return re.sub(NUMBER, lambda _: str(next(numbers)), written)
 
     def _written(self, name: str) -> str:
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.quotes_names else name
 
-    def read(self, text: str, names: Sequence[str]) -> tuple[list[CallText], bool]:
-        """Whole calls in a text that begins with the head, and whether the text is nothing else."""
+    def place_of_empty(
+        self, text: str, name_at: int, names: Sequence[str], otherwise: int | None
+    ) -> tuple[int, int] | None:
+        """(start, end) of calls of these tools without arguments, where the first name stands at `name_at`.
+
+        None where none do. `otherwise`: where they end if they are not written as this form has it.
+        """
+        start = self.head_before(text, name_at)
+        none = self.between + self.arguments.write("{}")
+        end = self._end_of((self.middle or "").join(self._written(n) + none for n in names) + self.tail, text, name_at)
+        end = otherwise if end is None else end
+        return None if start is None or end is None else (start, end)
+
+    def head_before(self, text: str, name_at: int | None = None) -> int | None:
+        """Where the head starts that ends at `name_at`, or at the end of a text; None where none does."""
+        end = len(text) if name_at is None else name_at
+        found = re.compile(rf"{self._pattern(self.head)}\Z").search(text, max(0, end - len(self.head) - 80), end)
+        return None if found is None else found.start()
+
+    def _pattern(self, mark: str) -> str:
+        return f"(?:{self.number})".join(map(re.escape, mark.split(NUMBER)))
+
+    def _end_of(self, mark: str, text: str, start: int) -> int | None:
+        """Where a mark that begins at `start` ends; None where none does."""
+        if NUMBER not in mark:
+            return start + len(mark) if text.startswith(mark, start) else None
+        found = re.compile(self._pattern(mark)).match(text, start)
+        return None if found is None else found.end()
+
+    def read(self, text: str, schemas: Schemas, *, loosely: bool = False) -> tuple[list[CallText], bool]:
+        """Whole calls in a text that begins with the head, and whether the text is nothing else.
+
+        `loosely`: also of tools that are not among these.
+        """
         calls: list[CallText] = []
-        rest = self.head[len(self.opener) :].lstrip()
-        start = re.match(re.escape(self.opener) + r"\s*" + re.escape(rest), text)
-        position = start.end() if start else -1
-        while position >= 0:
-            found = self._read_one(text, position, names)
+        start = re.match(re.escape(self.opener) + r"\s*", text)
+        position = None if start is None else self._end_of(self._after_opener, text, start.end())
+        while position is not None:
+            found = self._read_one(text, position, schemas, loosely)
             if found is None:
                 break
             name, arguments, end = found
             # One may begin with the other: the longer one is meant.
-            ends = sorted({self.tail, self.tail if self.middle is None else self.middle}, key=len, reverse=True)
-            last = next((piece for piece in ends if text.startswith(piece, end)), None)
+            marks = sorted({self.tail, self.tail if self.middle is None else self.middle}, key=len, reverse=True)
+            mark, last = next(((m, e) for m in marks if (e := self._end_of(m, text, end)) is not None), ("", None))
             if last is None:
                 break
-            position = -1 if last == self.tail else end + len(last)
             calls.append((name, arguments))
-            if position < 0:
-                return calls, not text[end + len(self.tail) :].strip()
+            if mark == self.tail:
+                return calls, not text[last:].strip()
+            position = last
         return calls, False
 
-    def _read_one(self, text: str, start: int, names: Sequence[str]) -> tuple[str, str, int] | None:
-        for name in sorted(names, key=len, reverse=True):
-            written = self._written(name) + self.between
-            if text.startswith(written, start):
-                begin = start + len(written)
-                if self.code:
-                    found = read_code(text, begin, _json_end)
-                    return None if found is None else (name, *found)
-                end = _json_end(text, begin)
-                return None if end is None else (name, text[begin:end], end)
+    def _read_one(self, text: str, start: int, schemas: Schemas, loosely: bool) -> tuple[str, str, int] | None:
+        names = sorted(schemas, key=len, reverse=True)
+        if loosely and (other := _ANY_NAME.match(text, start)):
+            names.append(other[0])
+        for name in names:
+            begin = self._end_of(self._written(name) + self.between, text, start)
+            read = None if begin is None else self.arguments.read(text, begin, schemas.get(name))
+            if read is not None:
+                return name, *read
         return None
 
 
@@ -153,7 +192,7 @@ def read_objects(text: str) -> list[CallText]:
     calls: list[CallText] = []
     position = text.find("{")
     while position >= 0:
-        end = _json_end(text, position)
+        end = json_end(text, position)
         if end is None:
             return calls
         value = json.loads(text[position:end])
@@ -166,13 +205,6 @@ def read_objects(text: str) -> list[CallText]:
             calls.append((name, arguments))
         position = text.find("{", end)
     return calls
-
-
-def _json_end(text: str, start: int) -> int | None:
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None
 
 
 class BareCall:
@@ -227,6 +259,11 @@ def parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return closed
 
 
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any] | None]:
+    """The schemas of the arguments of these tools."""
+    return {tool_name(tool): parameters(tool) for tool in tools}
+
+
 _COMBINED = {"$ref", "anyOf", "oneOf", "allOf"}
 _OPEN = _COMBINED | {"additionalProperties", "patternProperties", "minProperties", "unevaluatedProperties"}
 
@@ -248,179 +285,3 @@ def _closed(schema: Any, depth: int) -> Any:
 
 def _what(tool: Mapping[str, Any]) -> str:
     return f"the schema of the tool {tool_name(tool)!r}"
-
-
-# -- found from the template -------------------------------------------------------------------------------------------
-
-_NAMES = ("probe_first", "probe_second")
-_VALUES: Mapping[str, Any] = {"first_key": "first value", "second_key": 2}
-_ID = "probe0id9"
-_RESULT = "probe result"
-
-STATED = CallForm(
-    head='<tool_call>\n{"name": "',
-    between='", "arguments": ',
-    tail="}\n</tool_call>",
-    middle='}\n</tool_call>\n<tool_call>\n{"name": "',
-    opener="<tool_call>",
-    stated=True,
-)
-
-STATED_AS_CODE = CallForm(
-    head="```tool_code\n",
-    between="(",
-    tail=")\n```",
-    middle=")\n",
-    opener="```tool_code",
-    stated=True,
-    code=True,
-)
-"""What Gemma 3 is prompted with for calls."""
-
-STATED_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-
-
-def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm:
-    """The form in which a template writes calls; a stated one where it writes none that can be read."""
-    form = _found(template, tokenizer) if template.knows_tools else None
-    if form is not None:
-        return form
-    return STATED_AS_CODE if template.is_gemma else STATED
-
-
-def _found(template: ChatTemplate, tokenizer: Tokenizer) -> CallForm | None:
-    one = _written(template, tokenizer, _NAMES[:1])
-    name, cut = one.find(_NAMES[0]), _json_at(one)
-    if name < 0 or cut is None or cut[0] < name:
-        return None
-    start, end = cut
-    head, arguments, tail = one[:name].lstrip("\n"), one[start:end], one[end:].rstrip()
-    between, opener = one[name + len(_NAMES[0]) : start], _opener(head, tokenizer)
-    form = CallForm(head=head, between=between, tail=tail, opener=opener, style=_style(arguments))
-    names = (*_NAMES, _NAMES[0])
-    several = _written(template, tokenizer, names)
-    second = several.find(_NAMES[1], end)
-    if second > 0:
-        form = replace(form, middle=several[end:second])
-        calls = several[end:second].join(f"{each}{between}{arguments}" for each in names)
-        # Calls that have numbers differ: no fixed text is their form.
-        if several.lstrip("\n").rstrip() != f"{head}{calls}{tail}":
-            return None
-    pieces = (form.head, form.between, form.tail, form.middle or "")
-    return None if any(word in piece for piece in pieces for word in (_ID, _RESULT, *_NAMES)) else form
-
-
-def _written(template: ChatTemplate, tokenizer: Tokenizer, names: Sequence[str]) -> str:
-    """What the template writes for an assistant that calls these tools, without the end of the turn; "" if nothing."""
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": name, "description": "d", "parameters": {"type": "object", "properties": {}}},
-        }
-        for name in _NAMES
-    ]
-    calls = tuple(
-        {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_VALUES)}} for name in names
-    )
-    messages = [
-        Message(role="user", content="probe question"),
-        Message(role="assistant", content="", tool_calls=calls),
-        *(Message(role="tool", content=_RESULT, tool_call_id=_ID, name=name) for name in names),
-    ]
-    try:
-        before = template.render_as_given(messages[:1], tools)
-        text = template.render_as_given(messages, tools, add_generation_prompt=False)
-    except (TemplateError, UsageError):
-        return ""
-    text = text[_shared(before, text, tokenizer) :]
-    last = max(text.rfind("}", 0, text.find(_RESULT)), 0)
-    ends = (text.find(tokenizer.token_text(id), last) for id in tokenizer.end_ids)
-    end = min((end for end in ends if end >= 0), default=0)
-    # Mistral's templates give calls their ids, which the model does not write.
-    return re.sub(rf',\s*"id":\s*"{_ID}"|\[CALL_ID\]{_ID}', "", text[:end])
-
-
-def _shared(before: str, text: str, tokenizer: Tokenizer) -> int:
-    """How much both begin with, in whole tokens where they part: some prompts open a `<think>` that no history has."""
-    shared = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
-    if shared == len(before):
-        return shared
-    start, boundary = 0, 0
-    for part in tokenizer.parts(before):
-        start += len(part if isinstance(part, str) else tokenizer.token_text(part))
-        if start <= shared:
-            boundary = start
-    return boundary
-
-
-def _json_at(text: str) -> tuple[int, int] | None:
-    """Where the arguments stand."""
-    start = text.find('"first_key"')
-    start = text.rfind("{", 0, start) if start >= 0 else -1
-    end = _json_end(text, start) if start >= 0 else None
-    return None if end is None or json.loads(text[start:end]) != _VALUES else (start, end)
-
-
-def _style(arguments: str) -> JsonStyle:
-    found = re.fullmatch(r'\{"first_key"(\s*:\s*)"first value"(\s*,\s*)"second_key"\1 ?2\}', arguments)
-    return JsonStyle(found[2], found[1]) if found else _STYLE
-
-
-def _opener(head: str, tokenizer: Tokenizer) -> str:
-    first = next(tokenizer.parts(head), "")
-    if isinstance(first, int):
-        return tokenizer.token_text(first)
-    marker = re.match(r"<[^<>\s\"{}]+>|\[[A-Z_]+\]|```\w+", head)
-    return marker[0] if marker else ""
-
-
-# -- stated in the system prompt ---------------------------------------------------------------------------------------
-
-
-def stated(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: CallForm) -> tuple[Message, ...]:
-    """The messages for a template that knows no tools: descriptions go into the system prompt, calls and results into
-    texts of assistant and user."""
-    plain: list[Message] = []
-    for message in messages:
-        if message.role == "tool":
-            begin, end = ("```tool_output\n", "\n```") if form.code else ("<tool_response>\n", "\n</tool_response>")
-            result = f"{begin}{message.content}{end}"
-            if plain and plain[-1].role == "user" and plain[-1].content.startswith(begin):
-                plain[-1] = replace(plain[-1], content=f"{plain[-1].content}\n{result}")
-            else:
-                plain.append(Message(role="user", content=result))
-        elif message.tool_calls:
-            calls = "\n".join(_call_text(call, form) for call in message.tool_calls)
-            content = f"{message.content}\n{calls}" if message.content else calls
-            plain.append(replace(message, content=content, tool_calls=()))
-        else:
-            plain.append(message)
-    if not tools:
-        return tuple(plain)
-    told = _told(tools, form)
-    if plain and plain[0].role in ("system", "developer"):
-        plain[0] = replace(plain[0], content=f"{plain[0].content}\n\n{told}")
-    else:
-        plain.insert(0, Message(role="system", content=told))
-    return tuple(plain)
-
-
-def _told(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    lines = "\n".join(json.dumps(tool_function(tool), ensure_ascii=False) for tool in tools)
-    example, values = (
-        ("NAME(first=VALUE, second=VALUE)", "arguments by name, each value as JSON")
-        if form.code
-        else (f"NAME{form.between}ARGUMENTS", "arguments as a JSON object")
-    )
-    call = f"{form.head}{example}{form.tail.removeprefix(')') if form.code else form.tail}"
-    return (
-        f"You can call these tools:\n{lines}\n\nTo call one, reply with nothing but its name and its {values}, in this "
-        f"form:\n{call}\n\nThe result comes in the next message. Without a need for a tool, answer in plain words."
-    )
-
-
-def _call_text(call: Mapping[str, Any], form: CallForm) -> str:
-    function = tool_function(call)
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return form.write(str(function.get("name", "")), text)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import listed_templates as listed
 from tiny_vocab import CHATML_TEMPLATE, CONTROL, USER_DEFINED, bpe_metadata
 
 from engine.chat_template import ChatTemplate
@@ -281,6 +282,14 @@ _TURN_TOKENS = vocabulary(
     *("<|call_begin|>", "<|argument_begin|>", "<|call_end|>", "<|calls_end|>", "<|end|>"),
     eos="<|end|>",
 )
+
+
+def _listed(name: str = "", *user_defined: str) -> dict[str, Any]:
+    controls = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", *listed.CONTROLS.get(name, ()))
+    return vocabulary(*controls, user_defined=user_defined, eos="<|end|>")
+
+
+_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _GEMMA = vocabulary("<start_of_turn>", "<end_of_turn>", eos="<end_of_turn>", bos=True)
 
 FAMILIES: Mapping[str, Family] = {
@@ -300,4 +309,21 @@ FAMILIES: Mapping[str, Family] = {
     "no calls": family(NO_CALLS, _QWEN),
     "python calls": family(PYTHON_CALLS, _QWEN),
     "compact": family(COMPACT, _QWEN),
+    "qwen3-coder": family(listed.QWEN3_CODER, _listed("", *_TAGS[:2])),
+    "qwen3.5": family(listed.QWEN35, _listed("", *_TAGS)),
+    "glm-4.6": family(listed.GLM, _listed("glm", *_TAGS)),
+    "glm-4.7": family(listed.GLM_TIGHT, _listed("", *_TAGS)),
+    "minimax-m2": family(listed.MINIMAX, _listed()),
+    "deepseek-v3.2": family(listed.DSML, _listed()),
+    "seed-oss": family(listed.SEED, _listed()),
+    "gemma4": family(listed.GEMMA4, _listed("gemma4")),
+    "gemma4 in turn": family(listed.GEMMA4_IN_TURN, _listed("gemma4")),
+    "lfm2.5": family(listed.LFM25, _listed("lfm")),
+    "lfm2": family(listed.LFM2, _listed("lfm")),
+    "granite-3.3": family(listed.LFM2, _listed("granite3")),
+    "phi-4-mini": family(listed.LFM2, _listed("phi4")),
+    "apertus": family(listed.APERTUS, _listed("apertus")),
+    "solar": family(listed.SOLAR, _listed("solar")),
+    "deepseek-v3.1": family(listed.DEEPSEEK_V31, _listed("deepseek", "<think>", "</think>")),
+    "text arguments": family(listed.TEXT_ARGUMENTS, _listed("text arguments")),
 }

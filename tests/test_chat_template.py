@@ -208,6 +208,7 @@ FEATURES = [
     "{% for key, value in tools[0].items() %}{{ key }}={{ value }};{% endfor %}{{ tools[0].get('no', 'none') }}",
     "{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{{ loop.depth }}{% endfor %}",
     "{% block title %}in a block{% endblock %}{{ self.title() }}",
+    "{% for m in messages %}{% set c = m.content %}{{ c.replace('u', 'x') }}{{ '-'.join([c, c]) }}{% endfor %}",
     "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ loop.cycle('o', 'e') }}{% endfor %}",
     "{% for m in messages %}{{ loop.previtem is defined }}{{ loop.changed(m.role) }}{% else %}none{% endfor %}",
     "{# a comment #}\n  {%- if true %}\n  indented\n  {% endif %}\n{{ 'a' if false }}\n",

@@ -30,6 +30,7 @@ from engine.api import (
 )
 from engine.errors import ContextExceededError, SchemaError
 from engine.local import REST, LocalEngine
+from engine.prompt_values import PLAIN
 from engine.speculate import Guard, Speculation, StepCosts
 
 GREEDY = SamplingParams(temperature=0)
@@ -196,7 +197,7 @@ def test_with_tool_choice_none_calls_are_text_and_a_marker_of_one_token_cannot_b
     assert not reply_of(engine.generate(request)).tool_calls
     assert engine.count_tokens(request) == engine.count_tokens(replace(request, tool_choice="auto"))
     marked = replace(engine.template.call_form, opener="<|im_start|>")
-    monkeypatch.setitem(engine.template.__dict__, "call_form", marked)
+    monkeypatch.setitem(engine.template.__dict__, "_calls", (marked, PLAIN))
     (start,) = engine.tokenizer.encode("<|im_start|>", control=True)
     eager = replace(request, sampling=replace(WILD, logit_bias={start: 1000.0}))
     assert start not in reply_of(engine.generate(eager)).ids

@@ -12,11 +12,12 @@ import pytest
 from call_templates import FAMILIES, Family
 
 from engine.api import Message, NamedTool, Request, ToolCall
-from engine.code_calls import write_code
+from engine.call_arguments import JsonArguments
+from engine.call_stated import STATED, STATED_AS_CODE
 from engine.errors import SchemaError, UsageError
 from engine.grammar import GrammarCompiler, JsonStyle
 from engine.reply_plan import plan_reply
-from engine.tool_calls import STATED, STATED_AS_CODE, BareCall, CallForm, parameters, read_objects
+from engine.tool_calls import NUMBER, BareCall, CallForm, parameters, read_objects
 
 TOOLS = tuple(
     {
@@ -38,11 +39,8 @@ ALL = list(FAMILIES)
 STATED_ONES = {
     "gemma3": STATED_AS_CODE,
     "chatml": STATED,
-    "no calls": STATED,
-    "python calls": STATED,
-    "command-r7b": STATED,
+    "no calls": replace(STATED, stated=False),
     "command-r+": STATED,
-    "kimi-k2": STATED,
 }
 
 
@@ -55,8 +53,7 @@ def result(call: ToolCall, text: str) -> Message:
 
 
 def written(form: CallForm, *calls: tuple[str, str]) -> str:
-    parts = [form._written(name) + form.between + (write_code(a) if form.code else a) for name, a in calls]
-    return form.head + (form.middle or "?").join(parts) + form.tail
+    return form.write(*calls)
 
 
 # -- found from the template -------------------------------------------------------------------------------------------
@@ -73,7 +70,7 @@ def test_each_family_has_its_own_form_found_from_its_template() -> None:
     expected = {
         "qwen2.5": hermes,
         "qwen3": hermes,
-        "compact": replace(hermes, style=JsonStyle(",", ":")),
+        "compact": replace(hermes, arguments=JsonArguments(JsonStyle(",", ":"))),
         "llama3.2": CallForm(head='{"name": "', between='", "parameters": ', tail="}"),
         "mistral-v3": CallForm(
             head='[TOOL_CALLS] [{"name": "',
@@ -91,6 +88,21 @@ def test_each_family_has_its_own_form_found_from_its_template() -> None:
             tail="\n```<|tool_call_end|><|tool_calls_end|>",
             middle="\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>",
             opener="<|tool_calls_begin|>",
+            stated=True,
+        ),
+        "command-r7b": CallForm(
+            head=f'<|start_action|>[\n    {{"tool_call_id": "{NUMBER}", "tool_name": "',
+            between='", "parameters": ',
+            tail="}\n]<|end_action|>",
+            middle=f'}},\n    {{"tool_call_id": "{NUMBER}", "tool_name": "',
+            opener="<|start_action|>",
+        ),
+        "kimi-k2": CallForm(
+            head="<|calls_begin|><|call_begin|>functions.",
+            between=f":{NUMBER}<|argument_begin|>",
+            tail="<|call_end|><|calls_end|>",
+            middle="<|call_end|><|call_begin|>functions.",
+            opener="<|calls_begin|>",
         ),
         "apriel": CallForm(
             head='<tool_calls>[{"name": "',
@@ -105,7 +117,7 @@ def test_each_family_has_its_own_form_found_from_its_template() -> None:
 
 @pytest.mark.parametrize("name", sorted(STATED_ONES))
 def test_a_template_that_writes_no_calls_of_one_fixed_text_has_the_stated_form(name: str) -> None:
-    assert FAMILIES[name].template.call_form is STATED_ONES[name]
+    assert FAMILIES[name].template.call_form == STATED_ONES[name]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "chatml"])
@@ -129,7 +141,7 @@ def test_a_template_that_knows_no_tools_tells_of_them_in_the_system_prompt(name:
         ),
         "gemma3": (
             "```tool_code\nNAME(first=VALUE, second=VALUE)\n```",
-            '```tool_code\nget_file(path="a.py", line=3)\n```',
+            '```tool_code\nget_file(path="a.py", line=3)\nget_file(path="a.py", line=3)\n```',
             "```tool_output\nprint()\n```\n```tool_output\npass\n```",
         ),
     }[name]
@@ -154,7 +166,7 @@ def test_the_grammar_of_a_form_takes_its_calls_and_no_others(name: str) -> None:
         assert matcher is not None
         return matcher.advance(ids) == len(ids) and matcher.may_end
 
-    arguments = ARGUMENTS if form.style == JsonStyle() else ARGUMENTS.replace(" ", "")
+    arguments = ARGUMENTS if form.arguments != JsonArguments(JsonStyle(",", ":")) else ARGUMENTS.replace(" ", "")
     one, two = ("get_file", arguments), ('odd "name"', arguments)
     for begun in (False, True):
         assert accepts(written(form, one), begun=begun)
@@ -204,11 +216,11 @@ def test_arguments_as_code_are_named_values_in_order(code: str, arguments: Any) 
     text = f"```tool_code\nf({code})\n```"
     assert compiler.compile(rules, "it").accepts(text) is (arguments is not None)
     if arguments is not None:
-        calls, whole = STATED_AS_CODE.read(text, ["f"])
+        calls, whole = STATED_AS_CODE.read(text, {"f": None})
         assert whole
         assert [(name, json.loads(found)) for name, found in calls] == [("f", arguments)]
         jsonschema.validate(arguments, CODE_SCHEMA)
-        assert write_code(json.dumps(arguments)) == code
+        assert STATED_AS_CODE.write(("f", json.dumps(arguments))) == text
 
 
 @pytest.mark.parametrize(
@@ -226,7 +238,7 @@ def test_arguments_that_are_no_names_are_one_object_in_code(schema: dict[str, An
     )
     text = '```tool_code\nf({"x-y": 3})\n```'
     assert grammar.accepts(text)
-    assert STATED_AS_CODE.read(text, ["f"]) == ([("f", '{"x-y": 3}')], True)
+    assert STATED_AS_CODE.read(text, {"f": None}) == ([("f", '{"x-y": 3}')], True)
 
 
 def test_parameters_are_an_object_and_closed_where_the_schema_does_not_speak_of_more() -> None:
@@ -284,18 +296,24 @@ def test_a_forced_call_closes_the_reasoning_that_its_prompt_opened() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_calls_are_read_as_they_were_written(name: str) -> None:
     form = FAMILIES[name].template.call_form
-    names = ["get_file", "get_files", 'odd "name"']
+    names = {"get_file": None, "get_files": None, 'odd "name"': None}
     calls = [("get_files", ARGUMENTS), ('odd "name"', '{"path": "}]</tool_call>", "line": 1}'), ("get_file", "{}")]
     calls = calls if form.middle is not None else calls[:1]
     text = written(form, *calls)
-    assert form.read(text, names) == (calls, True)
+
+    def values(found: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
+        return [(name, json.loads(arguments)) for name, arguments in found]
+
+    read, whole = form.read(text, names)
+    assert whole
+    assert values(read) == values(calls)
     for cut in range(len(text)):
         found, whole = form.read(text[:cut], names)
-        assert found == calls[: len(found)]
+        assert values(found) == values(calls)[: len(found)]
         # In code a line that has ended is a whole call.
-        assert len(found) < len(calls) or (form.code and cut >= text.rindex(")\n") + 2)
+        assert len(found) < len(calls) or (form is STATED_AS_CODE and cut >= text.rindex(")\n") + 2)
         assert not whole or text[:cut].strip() == written(form, *found)
-    assert form.read(text + " more", names) == (calls, False)
+    assert form.read(text + " more", names) == (read, False)
 
 
 def test_objects_with_a_name_are_read_wherever_they_stand() -> None:
