@@ -152,7 +152,7 @@ class Request:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it holds replies of this model, so that something of it may be known already."""
+        """Whether it continues a conversation with this model, so that a part of its prompt may be cached."""
         return any(message.role == "assistant" and message.ids for message in self.messages)
 
     def __post_init__(self) -> None:
@@ -355,7 +355,7 @@ class ModelInfo:
     architecture: str
     quantization: str
     num_parameters: int
-    """0 where it is not known: of this and the sizes below a server tells few, and a model has none that is 0."""
+    """0 where it is not known, as for all sizes below: a server tells few of them, and no model has one that is 0."""
     num_layers: int
     vocab_size: int
     context_size: int
@@ -371,11 +371,11 @@ class ModelInfo:
     kv_type: str = ""
     """Of `KVType`. "" if not known."""
     state_bytes: int = 0
-    """Of a running state, which layers of some models keep instead of K and V; it does not grow. 0: there is none."""
+    """Bytes of the running state that layers of some models keep instead of K and V; it does not grow. 0: none."""
     state_slots: int = 0
-    """So many of them have room: those of conversations, and of their pasts."""
+    """How many running states have room in memory: those of conversations, and the checkpoints of their pasts."""
     identity: str = ""
-    """Of the model's content: token ids and caches belong to it, whatever the file is called. "" if not known."""
+    """A hash of the model's content: token ids and caches belong to it, whatever its name. "" if not known."""
     thinks: bool = True
     """Whether it may reason before it answers; True if not known."""
     session_reuse: str = ""
@@ -404,9 +404,9 @@ class Prospect:
     reused_tokens: int
     """Those that are in memory, or in the conversation's file, which has been checked."""
     tok_s: float | None
-    """About how fast the others are evaluated; None: not known here."""
+    """About how fast the others are evaluated, in tokens per second; None: not known here."""
     problem: str | None
-    """Why the conversation's file spares no more, where there should be one that does."""
+    """What is wrong with the conversation's file, where it should save more than it does; None: nothing."""
 
     @property
     def prefill_tokens(self) -> int:

@@ -123,7 +123,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Finished, and every id of the reply has K/V: the next turn reuses all of it."""
+        """Finished, with K/V for every id of the reply, so that the next turn can reuse all of it."""
         if self.finish_reason is None:
             return False
         # What was stopped amid its prompt stays so. One that a stop string cut back to before its end reads on.

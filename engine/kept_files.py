@@ -42,7 +42,7 @@ SAVE_SECONDS = 1.0
 """How much of a long turn the death of the process may cost."""
 
 RELOAD_SECONDS = 0.25
-"""A start that has read files for so long reads no further one: what is not in memory comes when it is asked for."""
+"""A start that has spent this long on files reads no more of them: the others are read when they are needed."""
 
 _MISSING = "file missing"
 _OF_NO_USE = "it holds nothing of what was said"
@@ -54,7 +54,7 @@ class Restored:
 
     num_tokens: int
     num_kept: int
-    """Tokens the file had, as far as its heads say."""
+    """Tokens that the file had, according to the heads of its records."""
     milliseconds: float
 
 
@@ -115,7 +115,7 @@ class KeptFiles:
             table = self._sessions.preload(name, file.ids[:length])
             undo.callback(self._sessions.forget, name)
             file.restore(table, self._pool, length)
-            # To be read at a start is no use: the order stays what it was.
+            # Reading a file at a start does not count as using it: the order by use stays as it was.
             with contextlib.suppress(OSError):
                 os.utime(kept.path, (kept.used_at, kept.used_at), follow_symlinks=False)
             if not len(table):
@@ -136,9 +136,9 @@ class KeptFiles:
         goes_on: bool,
         told: str | None = None,
     ) -> KeptTurn:
-        """Give the table of a conversation that is running what its file has more of the prompt.
+        """Extend the table of a conversation that begins to run by what its file has of the rest of the prompt.
 
-        `warm`: the conversation was in memory. `goes_on`: it has replies already, so a missing file is worth a word.
+        `warm`: the conversation was in memory. `goes_on`: it has replies already, so a missing file is worth a notice.
         `told`: a problem of the file that has been said.
         """
         num_known = len(table)
@@ -169,7 +169,7 @@ class KeptFiles:
     def foresee(
         self, conversation: str, prompt_ids: Sequence[int], in_memory: int, *, goes_on: bool
     ) -> tuple[int, str | None]:
-        """As `kept_start`, of an open file too."""
+        """The same as `kept_start`, also for a file that is open here."""
         limit = len(prompt_ids) - 1
         file = self._files.get(conversation)
         if file and file.is_untouched and file.reach(common_start(file.ids, prompt_ids, limit)) <= in_memory:
@@ -222,8 +222,8 @@ class KeptFiles:
         return Restored(num_tokens, num_kept, milliseconds) if num_tokens else None
 
     def _resume_line(self, restored: Restored, length: int, problem: str | None) -> str:
-        """What is said of a resume: `length` positions stand ready of those its file has, if there still is one."""
-        # What another conversation had in memory did not have to come from the file, and is resumed all the same.
+        """The line about a resume: `length` positions are ready, of those that its file has or had."""
+        # Positions that another conversation had in memory count too, though they did not have to come from the file.
         length = min(length, restored.num_kept)
         line = f"resumed {length:,} of {restored.num_kept:,} tokens, {restored.milliseconds:,.0f} ms"
         if self._speed.tok_s is not None:
@@ -249,7 +249,7 @@ class KeptFiles:
             file.pause()
 
     def make_room(self) -> str | None:
-        """Keep to the cap; a line for people if that took something."""
+        """Remove files beyond the cap; returns a line for people if there were any."""
         removed = make_room(self._folder, self._cap_bytes, [file.path for file in self._files.values()])
         if not removed:
             return None
@@ -261,7 +261,7 @@ class KeptFiles:
         )
 
     def learn(self, stats: TurnStats) -> None:
-        """How fast prompts are read, for saying what a resume has saved."""
+        """Learn how fast prompts are read, to tell how much time a resume saved."""
         self._speed.learn(stats.prefill_tokens or 0, stats.prefill_tok_s)
 
     def forget(self, conversation: str) -> None:
@@ -297,7 +297,7 @@ def kept_start(
     *,
     goes_on: bool,
 ) -> tuple[int, str | None]:
-    """How many ids of a prompt need not be evaluated, and what is wrong with the conversation's file.
+    """How many ids of a prompt would not have to be evaluated, and what is wrong with the conversation's file.
 
     So many as are in memory, or as the file holds; what it holds behind those in memory is checked. Nothing is changed.
     `goes_on`: it has replies already, so that there should be a file.
@@ -339,12 +339,12 @@ class KeptTurn:
             self._notices.append(Notice(line))
 
     def take_notices(self) -> list[Notice]:
-        """What there is to say and has not been said."""
+        """The notices that have not been taken yet."""
         notices, self._notices = self._notices, []
         return notices
 
     def keep_up(self) -> None:
-        """Save what there is, if that is long ago."""
+        """Save what there is, if the last save is long enough ago."""
         if not self._failed and perf_counter() - self._saved_at >= SAVE_SECONDS:
             self._failed = self._save(sync=False) is not None  # said at the end, if it still fails then
             self._saved_at = perf_counter()

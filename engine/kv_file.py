@@ -40,7 +40,7 @@ from engine.running_state import RunningState
 __all__ = ["Identity", "KVFile", "KVFileError", "KVFileLockedError", "KVLayout", "Saved"]
 
 RESERVE_BYTES = 16 * 2**20
-"""What caches leave free on a disk, at most an eighth of it."""
+"""Disk space that caches leave to others, or an eighth of the disk if that is less."""
 
 MAX_PIECES = 8
 """Records that hold a block, on average, before a file is written anew: each costs a third of a millisecond to read."""

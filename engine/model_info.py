@@ -1,4 +1,4 @@
-"""What is told of a loaded model: its facts, and how many conversations stay in memory."""
+"""What the program shows about a loaded model: its facts, and how many conversations stay in memory."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Several replies at once: who is admitted, who runs a step, and what becomes of those who leave.
 
-There is one writer at a time. Model, pool, conversations and their files are touched by one thread, between two steps
-or in one. There is no thread for it: whoever waits for an event of a reply runs a step for all replies, and leaves
-those that are not its own where their callers find them. So a caller that is alone pays for no change of threads (one
-for each token would cost a small model a tenth of its speed), and a program in which nobody waits uses no CPU.
+Only one thread at a time, the writer, touches the model, the pool, the conversations and their files. There is no
+special thread for that: whoever waits for an event of a reply runs a step for all replies, and leaves the events of
+others where their callers find them. So a lone caller needs no switch of threads (one for each token would cost a
+small model a tenth of its speed), and a program in which nobody waits uses no CPU.
 
-A reply goes on as long as anybody waits for any. Its events are kept until they are fetched, and they are few: a reply
-ends with the context. Two requests of one conversation run one after the other, since a conversation has one history.
+A reply continues as long as anybody waits for any reply. Its events are kept until they are fetched, and they are few:
+a reply ends with the context at the latest. Two requests of one conversation run one after the other, since a
+conversation has one history.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Job:
     prompt_ids: Sequence[int]
     start: Start
     wake: threading.Condition
-    """Of its caller, who waits for `events` or `ended`, or to run a step."""
+    """The caller waits on it: for `events`, for `ended`, or for its turn to run a step."""
     events: deque[Event] = field(default_factory=deque)
     error: Exception | None = None
     """Raised after the events, once."""
@@ -66,7 +67,7 @@ class _Job:
 
 
 class Scheduler:
-    """The replies of one model. What it is given belongs to it: others touch that in `writing` only."""
+    """The replies of one model. Others may touch model, sessions and files only inside `writing`."""
 
     def __init__(
         self, model: StepModel, sessions: Sessions, *, max_concurrent: int = 4, prefill_chunk: int | None = None
@@ -166,7 +167,7 @@ class Scheduler:
                 self._drive_or_wait(job)
 
     def drop(self, job: _Job) -> None:
-        """Nobody wants the rest of a reply. Returns when its cache is left right, if that can be waited for."""
+        """End a reply that nobody reads any more. Returns when its cache is consistent, where it can wait for that."""
         if not job.submitted or job.ended:
             job.ended, job.error = True, None
             job.events.clear()
@@ -216,7 +217,7 @@ class Scheduler:
             self._hand_over(job)
 
     def _hand_over(self, driver: _Job | None = None) -> None:
-        """Nobody writes any more: the next that wants to does, or callers that wait look at what they have got."""
+        """The writer is done: wake the next one that wants to write, and callers whose events have come."""
         self._writer = None
         for other in [*self._running, *self._waiting, *self._ended]:
             if other.waits and other.ready:
@@ -228,7 +229,7 @@ class Scheduler:
             self._wake_one()
 
     def _wake_one(self) -> None:
-        """Somebody who waits runs the next step, if nobody does."""
+        """Wake somebody to run the next step, if nobody runs one."""
         if self._writer is not None:
             return
         if self._wanting:
@@ -241,7 +242,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ of the writer
     def _round(self) -> None:
-        """Let go of those who left, admit others, and run one step for all."""
+        """End what is over, admit what waits, and run one step for all."""
         self._leave()
         self._forget_idle()
         self._admit()
@@ -316,7 +317,7 @@ class Scheduler:
             job.turn.keep_up()
 
     def _end(self, job: _Job) -> None:
-        """A running reply is over, whatever way; or one that waits is not wanted."""
+        """A running reply is over, in whatever way; or one that waits is not wanted any more."""
         generation, conversation = job.generation, job.request.conversation
         if generation is None:
             self._waiting.remove(job)

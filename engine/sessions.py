@@ -1,14 +1,14 @@
 """Which conversation's cache serves a prompt.
 
-Every conversation that is kept has a block table under its name. A request names its conversation, and gets the table
+Every kept conversation has a block table, stored under its name. A request names its conversation and gets the table
 that already holds the longest start of its prompt:
 
 - its own, cut back to the common start; or, where another conversation's common start is longer,
 - a fork of that one, cut to the common start. Full blocks are shared by reference; the tail, a partly used block, is
   copied when it is first written. The other conversation keeps everything it has.
 
-So two conversations taking turns never take each other's cache, a system prompt that all share is held once, and no
-rule is needed to guess whose cache an unmarked prompt continues. The least recently used conversation goes first when
+So two conversations that take turns never take each other's cache, a system prompt that all share is held once, and
+there is no need to guess which conversation a prompt continues. The least recently used conversation goes first when
 there are more than `capacity`, or when the pool is full.
 """
 
@@ -57,7 +57,7 @@ class Sessions:
         return own
 
     def known_start(self, ids: Sequence[int], limit: int, without: str | None = None) -> int:
-        """How many of the first `limit` ids `begin` would find in memory, did it not have that one conversation."""
+        """How many of the first `limit` ids `begin` would find in memory; the conversation `without` does not count."""
         tables = (table for name, table in self._tables.items() if name != without and not table.adopted)
         return max((table.reach(common_start(table.ids, ids, limit)) for table in tables), default=0)
 

@@ -79,7 +79,7 @@ def run_items(
 
 
 def _obey(agent: Agent, command: CommandLine, say: Stream) -> Outcome:
-    """Run a slash command, and do what it leaves to be done but for asking and ending. Raises what the command does."""
+    """Run a slash command and what it asks for, except asking the model and ending. Raises what the command does."""
     if line := COMMANDS.foresee(agent, command):
         say.line(line, dim=True)
     outcome = COMMANDS.run(agent, command)

@@ -1,4 +1,4 @@
-"""Which conversation goes on, and the store of those that are kept."""
+"""The present conversation, and the store of those that are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_today() -> dict[str, Any]:
 
 
 class Conversations:
-    """At most one conversation goes on: `live`, None until something is said in a new one.
+    """The present conversation, `live`: None until something is said in a new one.
 
     keep      whether new conversations are kept
     problem   why they are not, though they should be

@@ -1,6 +1,6 @@
-"""What the next prompt costs once a command is obeyed: worked out before the command changes anything.
+"""What the next prompt would cost after a command, worked out before the command changes anything.
 
-The engine knows what it has of a prompt, in memory and in files. Here is decided which prompt that will be.
+The engine knows how much of a prompt it has in memory and in files. This module decides which prompt that will be.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def foresee(
     forgotten: str | None = None,
     model: UnloadedModel | None = None,
 ) -> Prospect | None:
-    """What the next prompt costs there; None where it has nothing but what is not written yet.
+    """What the next prompt would cost there; None where there is nothing to read before the person writes.
 
     settings, tools   None: those of the moment
     forgotten         a conversation whose cache goes before
@@ -98,7 +98,7 @@ def foresee(
 
 
 def foresee_model(agent: Agent, name: str) -> Prospect | None:
-    """What it costs that another model goes on. One that is not here yet is taken to cut words as this one does."""
+    """What switching to another model would cost. One that is not here yet is counted with this one's tokenizer."""
     there, model = standing(agent), agent.look_at_model(name)
     with model or nullcontext():
         prospect = foresee(agent, there, model=model)
@@ -106,7 +106,7 @@ def foresee_model(agent: Agent, name: str) -> Prospect | None:
 
 
 def sentence(agent: Agent, prospect: Prospect | None, *, with_problem: bool = False) -> str:
-    """What is said before the command; nothing where the next turn costs no more than any turn.
+    """The line shown before the command; empty where the next turn costs no more than any turn.
 
     `with_problem`: what is wrong with the kept cache, where the command itself is no reason to read again. The agent
     is told what has been said of it.

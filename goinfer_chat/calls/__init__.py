@@ -1,1 +1,1 @@
-"""Calls of tools: approval, the loop of calls and results, what is told of it."""
+"""Tool calls: approval, the loop of calls and results, and its events."""

@@ -1,4 +1,4 @@
-"""The engine behind HTTP, in the words of other APIs. docs/server.md tells what is obeyed and what is refused.
+"""The engine over HTTP, with the APIs of OpenAI and Anthropic. docs/server.md says what is supported.
 
 Nothing here is imported before `serve` runs.
 """

@@ -1,4 +1,4 @@
-"""Counters in the text form of Prometheus. Each says what happened, and where the credit belongs.
+"""Counters in the text form of Prometheus.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ describes the form.
 """
@@ -17,17 +17,17 @@ _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _HELP = {
     "goinfer_requests_total": "counter Answers by route and status.",
-    "goinfer_rejected_total": "counter Requests that found no place, by what was full.",
+    "goinfer_rejected_total": "counter Requests turned away, by what was full.",
     "goinfer_disconnects_total": "counter Clients that went away before their answer was complete.",
     "goinfer_prompt_tokens_total": "counter Tokens of prompts.",
     "goinfer_prefill_tokens_total": "counter Tokens of prompts that were evaluated.",
-    "goinfer_prefill_reused_tokens_total": "counter Tokens of prompts that were not: from memory or from files.",
+    "goinfer_prefill_reused_tokens_total": "counter Tokens of prompts that were reused, from memory or from files.",
     "goinfer_completion_tokens_total": "counter Tokens of replies.",
     "goinfer_cache_requests_total": "counter Requests by where their prompt's start was found: hit (memory, and the "
     "conversation goes on), shared (another's memory), restore (a file), miss.",
     "goinfer_running_requests": "gauge Replies that run.",
     "goinfer_waiting_requests": "gauge Requests that wait for a place.",
-    "goinfer_inflight_requests": "gauge Requests that are in the house, in whatever state.",
+    "goinfer_inflight_requests": "gauge Requests in progress, in any state.",
     "goinfer_resident_bytes": "gauge Memory of the process.",
     "goinfer_ttft_seconds": "histogram From a request's start in the engine to its first token.",
 }

@@ -63,9 +63,9 @@ class Command:
     complete: Callable[[Agent], Sequence[str]] = lambda agent: ()
     """What may follow the name."""
     costs: Callable[[Agent, str], Prospect | None] | None = None
-    """What the next prompt costs once the command is obeyed; changes nothing. None: what it would cost anyway."""
+    """What the next prompt would cost after the command; changes nothing. None: no more than without it."""
     tells_problem: bool = False
-    """Whether that is to be said with what is wrong with the kept cache."""
+    """Whether the line about the cost also says what is wrong with the kept cache."""
     takes_file: bool = False
     """Whether a file follows the name."""
     topic: str = "program"

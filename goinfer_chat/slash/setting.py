@@ -17,7 +17,7 @@ from goinfer_chat.values import did_you_mean, shown
 _IN_CHAT: Final = tuple(setting for setting in SETTINGS if setting.in_chat)
 
 _IN_PROMPT: Final = ("think",)
-"""Those that a chat template is told of, beside the system prompt."""
+"""Settings that go into the prompt, beside the system prompt: a chat template sees them."""
 
 _REMEMBERED: Final = ("panel",)
 """Kept from start to start without being saved."""
