@@ -75,12 +75,19 @@ def _run(app: typer.Typer) -> int:
     except typer.Abort:
         return INTERRUPTED
     except typer.TyperException as error:
-        return _failed(UsageError(f"{error.format_message().rstrip('.')}; goinfer-chat --help shows the usage"))
+        return _failed(UsageError(f"{error.format_message().rstrip('.')}; {_advice(error)}"))
     except SystemExit as error:
         # Typer ends so when the reader of a help text is gone; other codes come from signals.
         return ReaderGoneError.exit_code if error.code == 1 else int(error.code or 0)
     except Exception as error:  # noqa: BLE001 - the last place an error can be shown
         return _failed(error)
+
+
+def _advice(error: typer.TyperException) -> str:
+    """Whoever types a question where a command is expected is told how to ask it."""
+    usage = "goinfer-chat --help shows the usage"
+    is_lone_word = error.format_message().startswith("No such command") and "Did you mean" not in error.format_message()
+    return f'goinfer-chat run "QUESTION" asks a question, and {usage}' if is_lone_word else usage
 
 
 def _failed(error: Exception) -> int:

@@ -29,7 +29,10 @@ from goinfer_chat.view.render import to_json
 
 
 def list_conversations(folder: Path, limit: int | None, *, as_json: bool) -> int:
-    """A row for each, the one used last first, and below them what their caches take."""
+    """A row for each, the one used last first, and below them what their caches take.
+
+    On a terminal the last columns are left out where they do not fit; `--json` has everything.
+    """
     out = Stream(sys.stdout)
     with Store(folder) as store:
         conversations = store.recent(limit)
@@ -41,7 +44,7 @@ def list_conversations(folder: Path, limit: int | None, *, as_json: bool) -> int
     if not conversations:
         Stream(sys.stderr).line("no conversations are kept")
         return 0
-    for line in columns([HEADINGS, *rows]):
+    for line in columns([HEADINGS, *rows], out.size[0] if out.terminal else None):
         out.line(line)
     if kept := list_kept(folder, set_aside=True):
         total = sum(file.num_bytes for file in kept)

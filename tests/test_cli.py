@@ -626,3 +626,11 @@ def test_a_script_runs_commands_only_where_a_flag_allows_it(program, tmp_path: P
     failed = program(HELLO, "--shell", stdin=b"/shell exit 3\nhi\n")
     assert (failed.returncode, failed.stdout) == (2, b"")
     assert b"/shell exit 3: exit code 3" in failed.stderr
+
+
+def test_a_question_in_place_of_a_command_is_told_how_to_be_asked(program) -> None:
+    done = program(HELLO, "why is the sky blue?")
+    assert done.returncode == 2
+    assert b"No such command" in done.stderr
+    assert b'goinfer-chat run "QUESTION" asks a question' in done.stderr
+    assert b"QUESTION" not in program(HELLO, "rnu").stderr

@@ -22,6 +22,7 @@ from engine.errors import UsageError
 from engine.kv_layout import KVLayout, pack_header
 from goinfer_chat.session_commands import sessions_app
 from goinfer_chat.store import ConversationInUseError, ModelRef, Store, StoreError
+from goinfer_chat.terminal import Stream
 
 MODEL = ModelRef(identity="1f" * 32, name="tiny")
 STATS = TurnStats(prompt_tokens=1200, prefill_reused_tokens=0, prefill_tokens=1200, context_used=1234)
@@ -64,6 +65,19 @@ def test_the_list_shows_the_one_used_last_first_with_its_figures(sessions, store
     assert [row[0] for row in cells] == ["Why is the sky blue?", "First"]
     assert cells[1][2:] == ["4", "1,234", "2.5 MB", "tiny", first]
     assert sessions("list", "--limit", "1")[0].count("\n") == 2
+
+
+def test_on_a_narrow_terminal_the_list_leaves_out_its_last_columns(
+    sessions, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(store, ("one", "1"), name="First")
+    monkeypatch.setattr(Stream, "size", property(lambda self: (60, 24)))
+    assert sessions()[0].splitlines()[0].endswith("  id")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = sessions()[0].splitlines()
+    assert lines[0].split("  ")[0].strip() == "name"
+    assert not lines[0].endswith("  id")
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_list_says_what_a_token_takes_in_each_cache_and_in_which_type(sessions, store) -> None:
