@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from arm64 import ARM64, BASE, GCC, QEMU, compiled, needs_qemu
 from kernel_calls import activation_rows, assert_same_bits, blocks_of_any_bits, laid_out, row_in_memory
 
 from engine.kernels import core, twins
@@ -18,11 +18,8 @@ from engine.kernels.formats import FORMATS
 from engine.kernels.ir import emit_module
 from engine.kernels.matmul import matmul_module
 from engine.kernels.probe import probe_module
-from engine.kernels.target import neon
 from engine.quant import TensorType
 
-ARM64 = neon("aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod")
-QEMU, GCC = "qemu-aarch64", "aarch64-linux-gnu-gcc"
 ROW_COUNTS = (1, 2, 3, 9)
 
 PROGRAM = """
@@ -43,22 +40,6 @@ int main(int argc, char **argv) {
 }
 """
 """Calls one kernel on memory that is a file. Arguments that a kernel does not have are in places it does not read."""
-
-
-def compiled(text: str, level: int = 0) -> tuple[str, bytes]:
-    """Assembly and object of a module."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple(ARM64.triple).create_target_machine(
-        cpu=ARM64.cpu, features=ARM64.features, opt=level, reloc="static"
-    )
-    module = llvm.parse_assembly(text)
-    module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
-    builder.getModulePassManager().run(module, builder)
-    return machine.emit_assembly(module), machine.emit_object(module)
 
 
 def core_text() -> str:
@@ -92,8 +73,6 @@ def test_all_other_kernels_compile_for_arm64() -> None:
 class Emulated:
     """The functions of one module, each call in a process of its own under qemu."""
 
-    BASE = 1 << 40
-
     def __init__(self, folder: Path, text: str) -> None:
         self._folder = folder
         (folder / "kernels.o").write_bytes(compiled(text, 2)[1])
@@ -117,27 +96,21 @@ class Emulated:
             if isinstance(a, np.ndarray):
                 assert a.flags.c_contiguous
                 memory.extend(bytes(-len(memory) % 64))
-                numbers.append(self.BASE + len(memory))
+                numbers.append(BASE + len(memory))
                 memory.extend(a.tobytes())
             else:
                 numbers.append(a)
         image.write_bytes(memory)
-        command = [QEMU, "-cpu", "max", program, image, self.BASE, len(memory), *numbers[len(before) :]]
+        command = [QEMU, "-cpu", "max", program, image, BASE, len(memory), *numbers[len(before) :]]
         subprocess.run([str(c) for c in command], check=True, timeout=60)
         after = image.read_bytes()
         for a, n in zip(args, numbers, strict=True):
             if isinstance(a, np.ndarray):
-                a[...] = np.frombuffer(after, a.dtype, a.size, n - self.BASE).reshape(a.shape)
-
-
-@pytest.fixture
-def needs_qemu() -> None:
-    if not (shutil.which(QEMU) and shutil.which(GCC)):
-        pytest.skip(f"running code of arm64 wants {QEMU} and {GCC}")
+                a[...] = np.frombuffer(after, a.dtype, a.size, n - BASE).reshape(a.shape)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_qemu")
+@needs_qemu
 @pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.name)
 def test_products_on_arm64_have_the_bits_of_the_twin(type: TensorType, tmp_path: Path) -> None:
     rng, fmt = np.random.default_rng(int(type)), FORMATS[type]
@@ -158,7 +131,7 @@ def test_products_on_arm64_have_the_bits_of_the_twin(type: TensorType, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_qemu")
+@needs_qemu
 def test_softmax_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
     x = np.random.default_rng(4).standard_normal(512).astype(np.float32) * 5
     weights, peak, total = twins.softmax(x.copy(), 3, 400)
@@ -170,7 +143,7 @@ def test_softmax_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_qemu")
+@needs_qemu
 def test_norms_and_quantized_activations_on_arm64_have_the_bits_of_the_twins(tmp_path: Path) -> None:
     rng, emulated = np.random.default_rng(3), Emulated(tmp_path, core_text())
     x, weight = (rng.standard_normal(768).astype(np.float32) for _ in range(2))
@@ -187,7 +160,7 @@ def test_norms_and_quantized_activations_on_arm64_have_the_bits_of_the_twins(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_qemu")
+@needs_qemu
 def test_attention_in_integers_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
     rng, emulated, dim = np.random.default_rng(5), Emulated(tmp_path, core_text()), 80
     q = rng.standard_normal((3, dim)).astype(np.float32)
@@ -200,13 +173,13 @@ def test_attention_in_integers_on_arm64_has_the_bits_of_the_twin(tmp_path: Path)
     stored = np.ascontiguousarray(x.T)
     emulated.call("fix_keys", stored, keys, scales, dim, stored)
     out = np.zeros((3, 512), np.float32)
-    places = Emulated.BASE + np.arange(3) * rows.strides[0]
+    places = BASE + np.arange(3) * rows.strides[0]
     emulated.call_behind(rows, "scores_fixed", places, 3, keys, scales, out, dim, stored)
     assert_same_bits(out[:, :64], expected)
     weights, states = np.zeros((3, 512), np.float32), np.zeros((3, 16 + dim), np.float32)
     weights[:, :61] = rng.uniform(0, 1, (3, 61))
     expected = twins.fixed_weigh(weights[:, :61].copy(), x[:61], np.zeros((3, dim), np.float32))
-    places = Emulated.BASE + np.arange(3) * states.strides[0]
+    places = BASE + np.arange(3) * states.strides[0]
     emulated.call("scale_values", x, 61, scales, factors, dim)
     emulated.call("fix_values", x, factors, values, 31, dim, x)
     emulated.call_behind(states, "fix_weights", weights, 3, 0, scales, places)
