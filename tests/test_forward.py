@@ -29,7 +29,7 @@ from engine.arch import ARCHITECTURES
 from engine.buffers import MAX_WANTED
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import open_gguf
-from engine.kernels.plan import QUERY_TILE
+from engine.kernels.plan import FEW_ROWS, GATED_ROWS, QUERY_TILE
 from engine.kernels.target import ENVIRONMENT
 from engine.model import Model
 
@@ -119,6 +119,19 @@ def test_as_many_query_heads_as_a_tile_holds_can_share_a_kv_head_and_no_more(tmp
     more = write_tiny_model(tmp_path / "more.gguf", num_heads=QUERY_TILE + 2, **sizes)
     with open_gguf(more) as gguf, pytest.raises(UnsupportedModelError, match=f"{QUERY_TILE + 2} query heads"):
         Model.load(gguf)
+
+
+def test_few_rows_of_a_wide_feed_forward_layer_stay_in_the_room_they_have(tmp_path: Path) -> None:
+    """Each thread keeps gate and up of GATED_ROWS x 256 values, which 16 rows fill several times over."""
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_layers": 1}
+    path = write_tiny_model(tmp_path / "wide.gguf", ffn_size=8 * GATED_ROWS * 256 // FEW_ROWS, **sizes)
+    ids = tokens(FEW_ROWS + 1)
+    for threads in (1, 2):
+        with running(path, threads=threads) as runner:
+            expected = runner.step((runner.table(), ids))  # more than a few
+            table = runner.table()
+            assert_same_bits(runner.step((table, ids[:-1])), expected[:-1])
+            assert_same_bits(runner.step((table, ids[-1:])), expected[-1:])
 
 
 # ---------------------------------------------------------------- chunks and threads

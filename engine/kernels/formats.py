@@ -91,6 +91,8 @@ class WeightFormat:
     """What bytes are above their weights: 0 or a power of two."""
     wide: bool = False
     """Whether weight bytes go beyond 127. Then bias is 128 and their signed form is byte - 128."""
+    panel_rows: int = 24
+    """From how many activation rows on it is cheaper to unpack weights into a panel (`panel.py`), measured on Zen 5."""
     permute: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = field(default=None, compare=False)
     """Reorders bits inside the blocks before they are laid out; a block may become larger."""
 
@@ -431,8 +433,10 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
             WeightFormat(type=_T.F32, words=((0, 128, 4),), meta=()),
             WeightFormat(type=_T.F16, words=((0, 64, 2),), meta=()),
             WeightFormat(type=_T.BF16, words=((0, 64, 2),), meta=()),
-            WeightFormat(type=_T.Q4_0, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_q4_0, bias=8),
-            WeightFormat(type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), sub_block=_q4_0, has_second=True),
+            WeightFormat(type=_T.Q4_0, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_q4_0, bias=8, panel_rows=44),
+            WeightFormat(
+                type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), sub_block=_q4_0, has_second=True, panel_rows=44
+            ),
             WeightFormat(
                 type=_T.Q5_0, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), sub_block=_q5_0, bias=16,
                 scale_at=64, permute=_spread_fifth_bits(2),
@@ -441,9 +445,13 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 type=_T.Q5_1, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), sub_block=_q5_0, has_second=True,
                 scale_at=64, permute=_spread_fifth_bits(4),
             ),
-            WeightFormat(type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True),
             WeightFormat(
-                type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True
+                type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True,
+                panel_rows=44,
+            ),
+            WeightFormat(
+                type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True,
+                panel_rows=44,
             ),
             WeightFormat(
                 type=_T.MXFP4, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_mxfp4, bias=16, scale_is_bf16=True,
@@ -456,18 +464,19 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
             WeightFormat(
                 type=_T.Q3_K, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
                 sub_block=_q3_k, unroll=2, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
+                panel_rows=10,
             ),
             WeightFormat(
                 type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q4_k, unroll=2,
-                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
+                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=44,
             ),
             WeightFormat(
                 type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
-                unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True,
+                unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=10,
             ),
             WeightFormat(
                 type=_T.Q6_K, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
-                sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32,
+                sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32, panel_rows=10,
             ),
             WeightFormat(
                 type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs,

@@ -247,10 +247,10 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
                 with few, b.loop(groups) as g:
                     few_rows(g, 0, rows, True)
 
-        if not target.panel_rows or fmt.sub_block is None:
+        if not target.has_panels or fmt.sub_block is None:
             tiles()
             return
-        with b.if_else(b.icmp_signed(">=", rows, I64(target.panel_rows))) as (enough, less):
+        with b.if_else(b.icmp_signed(">=", rows, I64(fmt.panel_rows))) as (enough, less):
             with enough:
                 Panel(fmt, target).emit(b, w, group_bytes, groups, a, lda, out, ldo, blocks, add, rows)
             with less:

@@ -1,8 +1,8 @@
 """Matrix products with many activation rows: each weight is taken apart once and then met by all of them.
 
-The tile of `matmul.py` takes 8 rows and unpacks the weights again for the next 8. From some 24 rows on it is cheaper to
-write the unpacked bytes, scales and mins of a stretch of K of two groups into a panel, which stays in L1, and to run
-all rows past it:
+The tile of `matmul.py` takes 8 rows and unpacks the weights again for the next 8. From 10 to 44 rows on, depending on
+the format, it is cheaper to write the unpacked bytes, scales and mins of a stretch of K of two groups into a panel,
+which stays in L1, and to run all rows past it:
 
     for each stretch of K whose activations stay in L2:
         for each pair of groups:

@@ -6,6 +6,8 @@ L2_BYTES = 640 << 10
 """Activation rows that are multiplied with one group after the other: as many as stay in half an L2 cache."""
 GATED_ROWS = 132
 """Rows of gate and up that are kept in L2 until their product is quantized."""
+FEW_ROWS = 16
+"""Up to this many rows, gate and up take turns as seldom as there is room: reading them from memory is the limit."""
 DOWN_GROUPS = 16
 """Groups of an expert's outputs that are kept in L2, GATED_ROWS rows at a time, until they are added up."""
 QUERY_TILE = 96

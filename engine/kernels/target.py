@@ -28,8 +28,8 @@ class Target:
     """How four u8 x s8 products are added to an i32: "vnni", "maddubs" (AVX2) or "sdot" (arm64)."""
     tile_rows: tuple[int, ...]
     """Activation rows of a matmul tile, descending to 1. Bounded by registers: 32 of 512 bits against 16 of 256."""
-    panel_rows: int
-    """From how many rows on weights are unpacked into a panel (`panel.py`), which wants 32 wide registers; 0: never."""
+    has_panels: bool
+    """Whether many rows meet weights unpacked into a panel (`panel.py`), which wants 32 wide registers."""
     query_tiles: tuple[int, ...]
     """Queries that share a pass over keys or values."""
 
@@ -41,7 +41,7 @@ class Target:
 
 def neon(triple: str, cpu: str, features: str) -> Target:
     """An arm64 CPU with the dot product (FEAT_DotProd, Armv8.2)."""
-    return Target("neon", "NEON dot product", triple, cpu, features, "sdot", (4, 2, 1), 0, (2, 1))
+    return Target("neon", "NEON dot product", triple, cpu, features, "sdot", (4, 2, 1), False, (2, 1))
 
 
 def detect() -> Target:
@@ -60,13 +60,13 @@ def detect() -> Target:
             # Wide registers even where LLVM's tuning for the CPU would split 512-bit vectors.
             features = has.flatten() + ",-prefer-256-bit"
             found["avx512"] = Target(
-                "avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), 24, (6, 3, 2, 1)
+                "avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), True, (6, 3, 2, 1)
             )
         if all(has.get(f) for f in ("avx2", "fma", "f16c")):
             features = ",".join(
                 f"{'-' if f.startswith('avx512') or f == 'avxvnni' else '+'}{f}" for f in sorted(has) if has[f]
             )
-            found["avx2"] = Target("avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), 0, (2, 1))
+            found["avx2"] = Target("avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), False, (2, 1))
     elif triple.startswith(("aarch64", "arm64")) and has.get("dotprod", triple.startswith("arm64-apple")):
         found["neon"] = neon(triple, cpu, has.flatten())
     if not found:

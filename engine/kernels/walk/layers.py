@@ -253,31 +253,34 @@ def gated_piece(c: Record, op: Record, tid: int, rows: int, units: int, piece: i
 
 
 @compiled
-def gated_row(c: Record, op: Record, tid: int, strip: int, end: int) -> None:
-    """Strips of outputs of a single row: gate for as many as there is room for, then up.
+def gated_few(c: Record, op: Record, tid: int, rows: int, strip: int, end: int) -> None:
+    """Strips of outputs of a few rows: gate for as many as there is room for, then up.
 
     Each change of the matrix is a new stream from memory, whose first lines nobody has asked for.
     """
     act, result = activation_at(c.activations, op.activation), activation_at(c.activations, op.second)
     gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
     unit, buffer = result.unit, c.scratch + tid * c.scratch_bytes
+    most = max(1, GATED_ROWS * 256 // (unit * rows))
     while strip < end:
-        count = min(end - strip, GATED_ROWS * 256 // unit)
+        count = min(end - strip, most)
         first, last, values = strip * unit // 16, (strip + count) * unit // 16, count * unit
-        start = buffer - first * LINE
-        multiply(gate, act, first, last, 0, start, 0, 0, 1)
-        multiply(up, act, first, last, 0, start + 4 * values, 0, 0, 1)
-        if op.bias:
-            biases = op.bias + 4 * strip * unit
-            add_vector(buffer, biases, values)
-            add_vector(buffer + 4 * values, biases + 4 * result.num_values, values)
-        x = buffer - strip * unit * 4
-        if op.activates == Gate.GELU:
-            activate_gelu(result, 0, x, x + 4 * values, 0, strip, count)
-        elif op.activates == Gate.CLIPPED:
-            activate_clipped(result, 0, x, x + 4 * values, 0, strip, count)
-        else:
-            activate_silu(result, 0, x, x + 4 * values, 0, strip, count)
+        row_bytes, start = 8 * values, buffer - first * LINE
+        multiply(gate, act, first, last, 0, start, row_bytes, 0, rows)
+        multiply(up, act, first, last, 0, start + 4 * values, row_bytes, 0, rows)
+        for r in range(rows):
+            x = buffer + r * row_bytes
+            if op.bias:
+                biases = op.bias + 4 * strip * unit
+                add_vector(x, biases, values)
+                add_vector(x + 4 * values, biases + 4 * result.num_values, values)
+            x -= strip * unit * 4
+            if op.activates == Gate.GELU:
+                activate_gelu(result, r, x, x + 4 * values, 0, strip, count)
+            elif op.activates == Gate.CLIPPED:
+                activate_clipped(result, r, x, x + 4 * values, 0, strip, count)
+            else:
+                activate_silu(result, r, x, x + 4 * values, 0, strip, count)
         strip += count
 
 

@@ -17,6 +17,7 @@ from engine.kernels.core import kernels
 from engine.kernels.ir import emit_module
 from engine.kernels.plan import (
     DELTA_COLUMNS,
+    FEW_ROWS,
     SPLIT_ROWS,
 )
 from engine.kernels.program import Op
@@ -56,8 +57,8 @@ from engine.kernels.walk.layers import (
     embed,
     gate_given,
     gated_cuts,
+    gated_few,
     gated_piece,
-    gated_row,
     give,
     lone,
     matmul,
@@ -129,7 +130,7 @@ def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
     if op.code == Op.ATTEND or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
         return units
-    if op.code == Op.GATED and rows > 1:
+    if op.code == Op.GATED and rows > FEW_ROWS:
         left = units % c.num_threads
         return units - left + left * gated_cuts(c, rows)
     if op.code == Op.GATED:
@@ -159,8 +160,8 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         attend(c, op, tid, rows, piece, pieces)
     elif code == Op.MERGE:
         merge(c, op, rows, start, end)
-    elif code == Op.GATED and rows == 1:
-        gated_row(c, op, tid, start, end)
+    elif code == Op.GATED and rows <= FEW_ROWS:
+        gated_few(c, op, tid, rows, start, end)
     elif code == Op.GATED:
         gated_piece(c, op, tid, rows, units, piece)
     elif code == Op.LONE:
