@@ -65,6 +65,8 @@ class ArchSpec:
     """Scores and logits x become cap * tanh(x / cap), with the caps of the file."""
     file_scales: bool = False
     """The file has factors for embeddings, branches, scores and logits (Granite)."""
+    known_scales: bool = False
+    """Where it lacks them they are 12, 1.4 / sqrt(layers), and 256 / hidden size for logits (MiniCPM)."""
     sinks: bool = False
     """Each head has a score that no position has: what it takes of the softmax goes nowhere (Xiao et al. 2023)."""
     temperatures: bool = False
@@ -112,6 +114,10 @@ class ArchSpec:
     and their router takes the stream through a norm of its own. Layers without a router have none."""
     convolutions: bool = False
     """Layers without KV heads are short convolutions instead (LFM 2): they keep a few rows."""
+    scans: bool = False
+    """Layers without KV heads are state space layers instead (Mamba 2)."""
+    rotation_said: bool = False
+    """The file may say that no layer has a rotary embedding (`rope.scaling.finetuned`)."""
     delta_layers: bool = False
     """All but every n-th layer keep a running state (the gated delta rule) instead of keys and values, and what
     attention gives is multiplied by the sigmoid of a gate that comes with q."""
@@ -122,7 +128,7 @@ class ArchSpec:
     @property
     def is_recurrent(self) -> bool:
         """Has layers with a running state, which cannot be cut back as keys and values can."""
-        return self.delta_layers or self.convolutions
+        return self.delta_layers or self.convolutions or self.scans
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -159,6 +165,7 @@ class ArchSpec:
             "a shared expert": self.shared_expert == "gated",
             "scores that grow with the position": self.temperatures or self.unrotated_growth > 0,
             "layers that are short convolutions": self.convolutions,
+            "state space layers": self.scans,
             "layers with a running state": self.delta_layers,
         }
         return tuple(words for words, is_so in said.items() if is_so)
@@ -235,12 +242,30 @@ ARCHITECTURES: Mapping[str, ArchSpec] = MappingProxyType(
                 experts="maybe",
                 experts_beside=True,
             ),
-            ArchSpec(name="granite", models="Granite 3", neox_rope=False, file_scales=True),
+            ArchSpec(
+                name="granite",
+                models="Granite 3, 4 Micro",
+                neox_rope=False,
+                file_scales=True,
+                rotation_said=True,
+            ),
+            ArchSpec(
+                name="granitehybrid",
+                models="Granite 4 H 350M, 1B, Micro, Tiny, Small",
+                neox_rope=False,
+                file_scales=True,
+                rotation_said=True,
+                scans=True,
+                experts="maybe",
+                shared_expert="maybe",
+            ),
+            ArchSpec(name="minicpm", models="MiniCPM 1, 2, 4", neox_rope=False, file_scales=True, known_scales=True),
             ArchSpec(
                 name="granitemoe",
                 models="Granite 3 1B A400M, 3B A800M",
                 neox_rope=False,
                 file_scales=True,
+                rotation_said=True,
                 experts="yes",
                 shared_expert="maybe",
             ),
@@ -474,7 +499,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "deepseek2": "keys and values that are kept compressed (MLA)",
         "mamba": "state space layers",
         "mamba2": "state space layers",
-        "granitehybrid": "state space layers",
         "nemotron_h": "state space layers",
         "falcon-h1": "state space layers",
     }

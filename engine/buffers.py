@@ -40,6 +40,9 @@ class Buffers:
         if c.delta is not None:
             factors = 2 * line(c.delta.num_value_heads)
             taken, given = max(taken, c.delta.channels + c.delta.values + factors), max(given, c.delta.values)
+        if c.scan is not None:
+            steps = 2 * line(c.scan.num_heads)
+            taken, given = max(taken, c.scan.values + c.scan.channels + steps), max(given, c.scan.values)
         if c.convolution is not None:
             taken = max(taken, 3 * c.convolution.channels)
         self.qkv = floats(rows, taken)
@@ -61,7 +64,7 @@ class Buffers:
         numbers = [c.norm_eps, c.attention_scale, c.embedding_factor, c.attention_cap, c.logit_cap]
         numbers += [c.experts.scale if c.experts else 1.0]
         numbers += [1.0, c.delta.head_dim**-0.5 if c.delta else 0.0]
-        numbers += [math.sqrt(c.layer_embedding_size / 2)]
+        numbers += [math.sqrt(c.layer_embedding_size / 2), c.scan.norm_eps if c.scan else 0.0]
         self.constants = np.array(numbers, np.float32)
 
     def _experts(self, c: ModelConfig, rows: int) -> None:

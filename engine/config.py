@@ -82,6 +82,41 @@ class ConvolutionSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSizes:
+    """Of the state space layers (Mamba 2)."""
+
+    layers: frozenset[int]
+    """Which they are."""
+    num_heads: int
+    head_dim: int
+    """Of a value."""
+    num_groups: int
+    """Heads of a group share keys and queries."""
+    key_dim: int
+    norm_eps: float
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, keys and queries."""
+        return self.values + 2 * self.num_groups * self.key_dim
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix that makes a gate for each value, all channels, and a step for each head."""
+        return self.values + self.channels + self.num_heads
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the state of a layer, f32: what the convolution saw last, and a matrix for each head."""
+        return 4 * ((TAPS - 1) * self.channels + self.values * self.key_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
     """The heads of a layer's attention, beside how many queries there are."""
 
@@ -159,6 +194,9 @@ class ModelConfig:
     """Tokens that the model must not say: their logits are UNSAID."""
     delta: DeltaSizes | None = None
     convolution: ConvolutionSizes | None = None
+    scan: ScanSizes | None = None
+    is_unrotated: bool = False
+    """No layer has a rotary embedding."""
     num_spare_layers: int = 0
     """Layers behind the last one that the file has for guessing ahead (multi-token prediction); they are not run."""
 
@@ -196,9 +234,9 @@ class ModelConfig:
         return len(self.recurrent.layers) * self.recurrent.layer_bytes if self.recurrent else 0
 
     @property
-    def recurrent(self) -> DeltaSizes | ConvolutionSizes | None:
+    def recurrent(self) -> DeltaSizes | ConvolutionSizes | ScanSizes | None:
         """Of the layers with a running state, of which a model has one kind at most."""
-        return self.delta or self.convolution
+        return self.delta or self.convolution or self.scan
 
     def has_state(self, layer: int) -> bool:
         """Whether this layer has a running state instead of keys and values."""
@@ -215,6 +253,8 @@ class ModelConfig:
 
     def is_rotated(self, layer: int) -> bool:
         """Whether this layer has a rotary embedding."""
+        if self.is_unrotated:
+            return False
         every = self.arch.unrotated_layers
         if self.arch.local_rotation and self.window:
             return self.is_local(layer)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.arch import ARCHITECTURES, NOT_YET
-from engine.config import ConvolutionSizes, DeltaSizes, Experts, Heads, ModelConfig
+from engine.config import ConvolutionSizes, DeltaSizes, Experts, Heads, ModelConfig, ScanSizes
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile, shown
 from engine.kernels.plan import DELTA_COLUMNS, QUERY_TILE, TAPS
@@ -156,6 +156,8 @@ class ConfigReader:
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
             delta=self._delta(layers) if self.arch.delta_layers else None,
             convolution=convolution,
+            scan=self._scan(layers) if self.arch.scans else None,
+            is_unrotated=self.arch.rotation_said and not self._flag("rope.scaling.finetuned", True),
             num_spare_layers=spare,
         )
 
@@ -180,7 +182,7 @@ class ConfigReader:
             value_dim = self.integer("attention.value_length_swa", dim, most=MAX_WIDTH)
             sizes[True] = dim, value_dim, self.integer("rope.dimension_count_swa", dim, most=dim)
             kv_heads = self.integers("attention.head_count_kv", layers, num_heads, most=MAX_WIDTH)
-        elif arch.convolutions:
+        elif arch.convolutions or arch.scans:
             # The layers without any are not asked.
             kv_heads = (max(self.counts("attention.head_count_kv", layers, most=MAX_WIDTH)),) * layers
         else:
@@ -286,20 +288,52 @@ class ConfigReader:
             raise self._bad(key, "is not true or false")
         return default if value is None else value
 
+    def _without_heads(self, layers: int, what: str) -> frozenset[int]:
+        """The layers without KV heads, which are something else."""
+        counts = self.counts("attention.head_count_kv", layers, most=MAX_WIDTH)
+        found = frozenset(n for n in range(layers) if counts[n] == 0)
+        unsupported = ""
+        if not found or len(found) == layers:
+            unsupported = f"layers of one kind only (some that are {what}, some with attention)"
+        elif len(set(counts)) > 2:
+            unsupported = "layers with different numbers of KV heads"
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
+        return found
+
+    def _scan(self, layers: int) -> ScanSizes:
+        """Of the state space layers: those without KV heads."""
+        inner, heads = (self.integer(f"ssm.{name}", most=MAX_WIDTH) for name in ("inner_size", "time_step_rank"))
+        sizes = ScanSizes(
+            layers=self._without_heads(layers, "state space layers"),
+            num_heads=heads,
+            head_dim=inner // heads,
+            num_groups=self.integer("ssm.group_count", most=MAX_WIDTH),
+            key_dim=self.integer("ssm.state_size", most=MAX_WIDTH),
+            norm_eps=self.number("attention.layer_norm_rms_epsilon", None, least=0.0, most=1.0),
+        )
+        taps, groups = self.integer("ssm.conv_kernel", most=MAX_WIDTH), sizes.num_groups
+        if sizes.values != inner or heads % groups:
+            raise ModelFileError(f"{self.file}: {heads} heads in {groups} groups do not make layers of {inner}")
+        unsupported = ""
+        if taps != TAPS:
+            unsupported = f"a convolution over {taps} tokens (only {TAPS})"
+        elif sizes.head_dim % DELTA_COLUMNS or sizes.key_dim % 16 or sizes.key_dim > 1024:
+            unsupported = (
+                f"states of {sizes.key_dim} times {sizes.head_dim} numbers (multiples of 16 up to 1024, and of "
+                f"{DELTA_COLUMNS})"
+            )
+        if unsupported:
+            raise UnsupportedModelError(f"{self.file}: no backend runs {unsupported}; choose another model")
+        return sizes
+
     def _convolution(self, layers: int, hidden: int) -> ConvolutionSizes:
         """Of the layers that are short convolutions: those without KV heads."""
-        counts = self.counts("attention.head_count_kv", layers, most=MAX_WIDTH)
         taps = self.integer("shortconv.l_cache", most=MAX_WIDTH)
-        sizes = ConvolutionSizes(
-            layers=frozenset(n for n in range(layers) if counts[n] == 0), channels=hidden, taps=taps
-        )
+        sizes = ConvolutionSizes(layers=self._without_heads(layers, "convolutions"), channels=hidden, taps=taps)
         unsupported = ""
         if taps > TAPS:
             unsupported = f"a convolution over {taps} tokens (at most {TAPS})"
-        elif not sizes.layers or len(sizes.layers) == layers:
-            unsupported = "layers of one kind only (some that are convolutions, some with attention)"
-        elif len(set(counts)) > 2:
-            unsupported = "layers with different numbers of KV heads"
         elif self.integer("attention.sliding_window", 0, least=0, most=MAX_CONTEXT):
             unsupported = f"{self.arch.name} with a sliding window"
         if unsupported:
@@ -389,10 +423,11 @@ class ConfigReader:
 
         wide = arch.wide_scale_layers == layers
         eps = "attention.layer_norm_rms_epsilon" if arch.norm == "rms" else "attention.layer_norm_epsilon"
-        branch = factor("residual_scale", 1.0) if arch.file_scales else 1.0
-        embedding = factor("embedding_scale", 1.0) if arch.file_scales else 1.0
+        known = (12.0, 1.4 / math.sqrt(layers), 256 / hidden) if arch.known_scales else (1.0, 1.0, 1.0)
+        branch = factor("residual_scale", known[1]) if arch.file_scales else 1.0
+        embedding = factor("embedding_scale", known[0]) if arch.file_scales else 1.0
         scale = 1.0 if arch.unscaled_scores else 1 / math.sqrt(hidden / heads if wide else head_dim)
-        logits = factor("logit_scale", 1.0) if arch.file_scales or arch.logits_multiplied else 1.0
+        logits = factor("logit_scale", known[2]) if arch.file_scales or arch.logits_multiplied else 1.0
         return {
             "norm_eps": self.number(eps, None, least=0.0, most=1.0) / branch**2,
             "embedding_factor": math.sqrt(hidden) if arch.scale_embedding else embedding / branch,

@@ -30,7 +30,8 @@ class LayerMatrices:
     qkv: tuple[Matrix, ...]
     """Of q, k and v, or one for all, and of the gate of what attention gives. Of q and k where values are made as keys
     are, of q where a layer has neither. Of a layer with a running state: what goes through the convolution, its gate,
-    and the two factors of each head. Of a layer that is a convolution: all that it takes."""
+    and the two factors of each head. Of a layer that is a convolution, and of a state space layer: one for all that
+    it takes."""
     output: Matrix
     dense: FeedForward | None
     """What every row passes: the feed-forward layer, or the shared one of the experts."""
@@ -45,6 +46,9 @@ class LayerMatrices:
         """Each once; those of one product side by side, as operations take them."""
         feed_forward = [m for part in (self.dense, self.experts) if part for m in part.all]
         return [*self.qkv, self.output, *self.router, *feed_forward, *self.given]
+
+
+_SCAN_VECTORS = ("conv1d.weight", "conv1d.bias", "dt.bias", "a", "d", "norm.weight")
 
 
 def layer_vectors(c: ModelConfig) -> list[str]:
@@ -63,6 +67,7 @@ def layer_vectors(c: ModelConfig) -> list[str]:
     norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"] if c.experts and arch.experts_beside else []
     biases += ["exp_probs_b"] if c.experts and (arch.shares != "soft" or arch.scattered_experts) else []
     others = ["ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight"] if arch.delta_layers else []
+    others += [f"ssm_{x}" for x in _SCAN_VECTORS] if arch.scans else []
     others += ["shortconv.conv.weight"] if arch.convolutions else []
     others += ["ffn_gate_inp.scale", "ffn_down_exps.scale"] if c.experts and arch.experts_beside else []
     return ["attn_rot_embd.weight", *others, *(f"{n}.weight" for n in norms), *(f"{n}.bias" for n in biases)]
@@ -125,6 +130,9 @@ class _Finder:
         if c.convolution is not None and c.has_state(n):
             inward = self.matrix(f"{block}.shortconv.in_proj", 3 * c.convolution.channels, c.hidden_size)
             return (inward,), self.matrix(f"{block}.shortconv.out_proj", c.hidden_size, c.convolution.channels)
+        if c.scan is not None and c.has_state(n):
+            inward = self.matrix(f"{block}.ssm_in", c.scan.rows, c.hidden_size)
+            return (inward,), self.matrix(f"{block}.ssm_out", c.hidden_size, c.scan.values)
         return self._qkv(n), self.matrix(f"{block}.attn_output", c.hidden_size, c.num_heads * c.heads[n].dim)
 
     def _feed_forward(self, block: str, ffn_size: int, suffix: str = "", experts: int = 0) -> FeedForward:

@@ -178,6 +178,7 @@ class Model:
             "kv_stored": Stored[self.kv_type.upper()],
             "one": b.constants[6:].ctypes.data,
             "delta_scale": b.constants[7:].ctypes.data,
+            "inner_eps": b.constants[9:].ctypes.data,
             "state_bytes": self.state_bytes,
             "ids": b.ids.ctypes.data,
             "positions": b.positions.ctypes.data,
@@ -214,7 +215,10 @@ class Model:
         }
         if c.delta is not None:
             values |= {"key_heads": c.delta.num_key_heads, "value_heads": c.delta.num_value_heads}
-            values |= {"delta_dim": c.delta.head_dim}
+            values |= {"delta_dim": c.delta.head_dim, "key_dim": c.delta.head_dim}
+        if c.scan is not None:
+            values |= {"key_heads": c.scan.num_groups, "value_heads": c.scan.num_heads}
+            values |= {"delta_dim": c.scan.head_dim, "key_dim": c.scan.key_dim}
         for name, value in values.items():
             context[name] = value
         return context

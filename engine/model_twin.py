@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import KVType
-from engine.config import UNSAID, DeltaSizes, Experts, ModelConfig
+from engine.config import UNSAID, DeltaSizes, Experts, ModelConfig, ScanSizes
 from engine.gguf_file import GGUFFile
 from engine.kernels import twins
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
@@ -58,6 +58,13 @@ class _Tensors:
         only: Floats = self.rows(name, [0])[0]
         return only
 
+    def taps(self, name: str, channels: int) -> Floats:
+        """Of a convolution [TAPS, channels], with zeros in front where there are fewer."""
+        found = self.rows(name, range(channels)).T
+        taps = np.zeros((TAPS, channels), np.float32)
+        taps[TAPS - len(found) :] = found
+        return taps
+
     def head_norm(self, name: str) -> Floats:
         """[D], or [H, D] where each head has its own."""
         own = len(self._gguf.tensors[name].shape) > 1
@@ -89,9 +96,12 @@ def forward(gguf: GGUFFile, ids: Sequence[int], kv_type: KVType = "f16", context
     states = []
     for n in range(c.num_layers):
         if c.has_state(n):
-            given, state = _recalled(c, c.delta, t, n, x) if c.delta else _mixed(c, t, n, x)
+            if c.delta:
+                given, state = _recalled(c, c.delta, t, n, x)
+            else:
+                given, state = _scanned(c, c.scan, t, n, x) if c.scan else _mixed(c, t, n, x)
             states.append(state)
-            x = x + t.multiply(f"blk.{n}.{'ssm_out' if c.delta else 'shortconv.out_proj'}.weight", given)
+            x = x + t.multiply(f"blk.{n}.{'shortconv.out_proj' if c.convolution else 'ssm_out'}.weight", given)
             x = _feed_forward(c, t, n, _taken(c, t, f"blk.{n}.{c.arch.ffn_norm}", x), x)
             continue
         gate, q, *computed = _heads(c, t, n, x)
@@ -150,7 +160,7 @@ def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Flo
         share, decay = (t.multiply(f"{block}.ssm_{name}.weight", normed) for name in ("beta", "alpha"))
     share = twins.sigmoid(share)
     decay = twins.exp(t.vector(f"{block}.ssm_a") * twins.softplus(decay + t.vector(f"{block}.ssm_dt.bias")))
-    taps = np.ascontiguousarray(t.rows(f"{block}.ssm_conv1d.weight", range(sizes.channels)).T)
+    taps = t.taps(f"{block}.ssm_conv1d.weight", sizes.channels)
     seen, history = twins.convolve(mixed, taps, np.zeros((TAPS - 1, sizes.channels), np.float32))
     parts = np.split(seen, [sizes.keys, 2 * sizes.keys], axis=1)
     q, k, v = (part.reshape(length, -1, dim) for part in parts)
@@ -158,9 +168,36 @@ def _recalled(c: ModelConfig, sizes: DeltaSizes, t: _Tensors, layer: int, x: Flo
     shared = heads // sizes.num_key_heads
     q, k = (np.repeat(y, shared, axis=1) if c.arch.interleaved_deltas else np.tile(y, (1, shared, 1)) for y in (q, k))
     given, state = twins.delta(q, k, v, decay, share, np.zeros((heads, dim, dim), np.float32))
-    strips = state.reshape(heads, dim, -1, DELTA_COLUMNS).swapaxes(1, 2)  # columns that are worked on together
     out = twins.norm_gated(given, gate.reshape(given.shape), t.vector(f"{block}.ssm_norm.weight"), c.norm_eps)
-    return out.reshape(length, -1), np.concatenate([history.reshape(-1), strips.reshape(-1)])
+    return out.reshape(length, -1), _as_kept(history, state)
+
+
+def _as_kept(history: Floats, state: Floats) -> Floats:
+    """What the convolution saw last, and the state [H, K, V] as a slot has it, flat: columns that are worked on
+    together lie together."""
+    strips = state.reshape(*state.shape[:2], -1, DELTA_COLUMNS).swapaxes(1, 2)
+    return np.concatenate([history.reshape(-1), strips.reshape(-1)])
+
+
+def _scanned(c: ModelConfig, sizes: ScanSizes, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats]:
+    """What a state space layer gives [T, values], and its state after all rows, flat."""
+    block, heads, length = f"blk.{layer}.ssm", sizes.num_heads, len(x)
+    made = t.multiply(f"{block}_in.weight", _taken(c, t, f"blk.{layer}.attn_norm", x))
+    gate, mixed, step = np.split(made, [sizes.values, sizes.values + sizes.channels], axis=1)
+    bias = t.vector(f"{block}_conv1d.bias") if f"{block}_conv1d.bias" in t else None
+    taps = t.taps(f"{block}_conv1d.weight", sizes.channels)
+    seen, history = twins.convolve(mixed, taps, np.zeros((TAPS - 1, sizes.channels), np.float32), bias)
+    keys = sizes.num_groups * sizes.key_dim
+    v, k, q = np.split(seen, [sizes.values, sizes.values + keys], axis=1)
+    k, q = (np.repeat(y.reshape(length, sizes.num_groups, -1), heads // sizes.num_groups, axis=1) for y in (k, q))
+    step = twins.softplus(step + t.vector(f"{block}_dt.bias"))
+    rate, skip = (t.rows(f"{block}_{name}", range(heads))[:, 0] for name in ("a", "d"))
+    state = np.zeros((heads, sizes.key_dim, sizes.head_dim), np.float32)
+    v = v.reshape(length, heads, -1)
+    given, state = twins.scan(q, k, v, twins.exp(rate * step), step, skip, state)
+    gated = twins.gate_silu(given.reshape(length, sizes.num_groups, -1), gate.reshape(length, sizes.num_groups, -1))
+    weight = t.rows(f"{block}_norm.weight", range(sizes.num_groups))
+    return twins.normed(gated, weight, sizes.norm_eps).reshape(length, -1), _as_kept(history, state)
 
 
 def _mixed(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, Floats]:
@@ -168,8 +205,7 @@ def _mixed(c: ModelConfig, t: _Tensors, layer: int, x: Floats) -> tuple[Floats, 
     assert c.convolution
     block, channels = f"blk.{layer}.shortconv", c.convolution.channels
     parts = t.multiply(f"{block}.in_proj.weight", _taken(c, t, f"blk.{layer}.attn_norm", x))
-    taps = np.zeros((TAPS, channels), np.float32)
-    taps[TAPS - c.convolution.taps :] = t.rows(f"{block}.conv.weight", range(channels)).T
+    taps = t.taps(f"{block}.conv.weight", channels)
     given, history = twins.mix(parts, taps, np.zeros((TAPS - 1, channels), np.float32))
     return given, history.reshape(-1)
 

@@ -44,11 +44,10 @@ class Operands:
             values.append(load_vector(self._gguf, f"{name}.bias", size) if given else np.zeros(size, np.float32))
         return self.keep(np.concatenate(values) * np.float32(factor))
 
-    def padded(self, name: str, size: int) -> int:
+    def padded(self, name: str, *shape: int) -> int:
         """Address of a vector filled up with zeros: kernels take 16 numbers at a time."""
-        padded = np.zeros(-(-size // 16) * 16, np.float32)
-        padded[:size] = load_vector(self._gguf, name, size)
-        return self.keep(padded)
+        values = load_vector(self._gguf, name, *shape)
+        return self.keep(np.concatenate([values, np.zeros(-len(values) % 16, np.float32)]))
 
     def taps(self, name: str, channels: int, taps: int = TAPS) -> int:
         """Address of the weights of a convolution, [TAPS, channels]: the file has those of a channel together.

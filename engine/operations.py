@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.buffers import LINE
-from engine.config import UNSAID, ConvolutionSizes, DeltaSizes
+from engine.config import UNSAID, ConvolutionSizes, DeltaSizes, ScanSizes
 from engine.gguf_file import GGUFFile
 from engine.kernels.dot import ActivationLayout, layout_for
 from engine.kernels.formats import ROWS
@@ -175,6 +175,8 @@ class Program:
                 self._recall(n, c.delta, layer)
             elif c.convolution is not None:
                 self._mix(n, c.convolution)
+            elif c.scan is not None:
+                self._scan(n, c.scan)
             self._multiply(self._recalled, (layer.output,), self._buffers.x, add=1)
         else:
             self._attend(n, layer)
@@ -261,6 +263,23 @@ class Program:
             weight=self._at.vector(f"blk.{n}.ssm_norm", sizes.head_dim),
             share=self._share(self._recalled, sizes.head_dim),
         )
+
+    def _scan(self, n: int, sizes: ScanSizes) -> None:
+        """activation = what a state space layer gives. A row has gates, then values, keys and queries, then steps."""
+        block, at = f"blk.{n}.ssm", self._at
+        state_offset, start = self._config.state_offset(n), {"qkv_offset": 4 * sizes.values}
+        has_bias = f"{block}_conv1d.bias" in self._gguf.tensors
+        bias = at.padded(f"{block}_conv1d.bias", sizes.channels) if has_bias else 0
+        taps = at.taps(f"{block}_conv1d.weight", sizes.channels)
+        self._add(Op.CONVOLVE, weight=taps, bias=bias, state_offset=state_offset, count=sizes.channels, **start)
+        bias, rate = at.padded(f"{block}_dt.bias", sizes.num_heads), at.padded(f"{block}_a", sizes.num_heads, 1)
+        self._add(Op.SCAN_GATES, bias=bias, rate=rate, **start)
+        state_offset += 4 * (TAPS - 1) * sizes.channels
+        self._add(Op.SCAN, state_offset=state_offset, skip=at.padded(f"{block}_d", sizes.num_heads, 1), **start)
+        self._keep_wanted(n)
+        group = sizes.values // sizes.num_groups
+        weight, share = at.vector(f"{block}_norm", sizes.num_groups, group), self._share(self._recalled, group)
+        self._add(Op.GATE_NORM, activation=self._recalled, weight=weight, count=group, share=share, **start)
 
     def _mix(self, n: int, sizes: ConvolutionSizes) -> None:
         """activation = what the convolution gives."""

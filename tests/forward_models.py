@@ -406,6 +406,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "tensor_types": {"*in_proj*": TensorType.Q4_1, "*out_proj*": TensorType.F16, "*": TensorType.Q8_0},
     },
     "lfm2moe": {"architecture": "lfm2moe", **SMALL, "num_layers": 3, "expert_ffn_size": 64, "experts": 9},
+    # Layers without KV heads are state space layers; the third has attention, which rotates nothing.
+    "granitehybrid": {
+        "architecture": "granitehybrid",
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 160,
+        "num_layers": 4,
+        "tensor_types": {"*ssm_in*": TensorType.Q4_1, "*ssm_out*": TensorType.F16, "*": TensorType.Q8_0},
+    },
+    "granitehybrid, experts": {
+        "architecture": "granitehybrid",
+        **SMALL,
+        "num_layers": 3,
+        "experts": 5,
+        "shared_ffn_size": 32,
+        "metadata": {"granitehybrid.rope.scaling.finetuned": True},
+    },
+    "minicpm": {"architecture": "minicpm", **SMALL},
     # Five layers: all but the fourth see chunks, every second one has experts, which take rows times their weight.
     "llama4": {
         "architecture": "llama4",

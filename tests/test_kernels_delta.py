@@ -39,18 +39,24 @@ def test_the_twin_of_the_delta_rule_is_the_formula() -> None:
 
 
 @every_target
-def test_a_convolution_has_the_bits_of_the_twin_however_it_is_cut(target: str) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_convolution_has_the_bits_of_the_twin_however_it_is_cut(biased: bool, target: str) -> None:
     rng, call = np.random.default_rng(1), kernels(target).call
     channels, count = 3 * CHANNELS, 11
     x, taps, before = rows_of(rng, count, channels), rows_of(rng, TAPS, channels), rows_of(rng, TAPS - 1, channels)
-    expected, after = twins.convolve(x, taps, before)
+    bias = rows_of(rng, channels) if biased else None
+    expected, after = twins.convolve(x, taps, before, bias)
     for cuts in ([11], [1] * 11, [2, 1, 5, 3]):
         rows, history = x.copy(), before.copy()
         for c in range(0, channels, CHANNELS):
             first = 0
             for size in cuts:
                 some = rows[first : first + size, c:]
-                call("convolve", some, rows.strides[0], size, taps[:, c:], history[:, c:], history.strides[0])
+                places = (taps[:, c:], history[:, c:], history.strides[0])
+                if bias is None:
+                    call("convolve", some, rows.strides[0], size, *places, 0)
+                else:
+                    call("convolve_biased", some, rows.strides[0], size, *places, bias[c:])
                 first += size
         assert_same_bits(rows, expected)
         assert_same_bits(history, after)
@@ -116,3 +122,40 @@ def test_the_delta_rule_has_the_bits_of_the_twin(target: str, keys: int, values:
             state[h, :, c : c + DELTA_COLUMNS] = columns
     assert_same_bits(v, expected)
     assert_same_bits(state, after)
+
+
+@every_target
+@pytest.mark.parametrize(("keys", "values"), [(16, 32), (128, 64), (20, 96)])
+def test_a_scan_has_the_bits_of_the_twin_and_is_the_recurrence(target: str, keys: int, values: int) -> None:
+    rng, call = np.random.default_rng(9), kernels(target).call
+    q, k = (rows_of(rng, 7, 2, keys) for _ in range(2))
+    v, state = rows_of(rng, 7, 2, values), rows_of(rng, 2, keys, values)
+    decay, step = rng.uniform(0, 1, (2, 7, 2)).astype(np.float32)
+    skip = rows_of(rng, 2)
+    expected, after = twins.scan(q, k, v, decay, step, skip, state)
+    s = state.astype(np.float64)
+    for t in range(7):
+        s = s * decay[t, :, None, None] + k[t][:, :, None] * (step[t, :, None] * v[t])[:, None]
+        np.testing.assert_allclose(expected[t], (s * q[t][:, :, None]).sum(1) + skip[:, None] * v[t], atol=1e-4)
+    np.testing.assert_allclose(after, s, atol=1e-4)
+    for h in range(2):
+        for first in range(0, values, DELTA_COLUMNS):
+            columns = np.ascontiguousarray(state[h, :, first : first + DELTA_COLUMNS])
+            for t in range(7):
+                out = np.ascontiguousarray(v[t, h, first : first + DELTA_COLUMNS])
+                call("scan", columns, q[t, h], k[t, h], out, decay[t, h:], step[t, h:], skip[h:], keys)
+                assert_same_bits(out, expected[t, h, first : first + DELTA_COLUMNS])
+            assert_same_bits(columns, after[h, :, first : first + DELTA_COLUMNS])
+
+
+@every_target
+def test_steps_and_gates_of_a_scan_have_the_bits_of_the_twin(target: str) -> None:
+    rng, call = np.random.default_rng(10), kernels(target).call
+    for n in (16, 48):
+        step, decay, bias, rate, out = (rows_of(rng, n, spread=4) for _ in range(5))
+        size = twins.softplus(step + bias)
+        call("gate_silu", decay, bias, out, n)
+        assert_same_bits(out, twins.gate_silu(decay, bias))
+        call("scan_gates", step, decay, bias, rate, n)
+        assert_same_bits(step, size)
+        assert_same_bits(decay, twins.exp(rate * size))

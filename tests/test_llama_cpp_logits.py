@@ -120,6 +120,11 @@ CASES: dict[str, dict[str, Any]] = {
         "ffn_size": 32,
         "expert_ffn_size": 32,
     },
+    "granitehybrid-experts": with_keys(
+        "granitehybrid", {"rope.scaling.finetuned": True}, experts=6, shared_ffn_size=32, num_layers=6
+    ),
+    "granite-unrotated": with_keys("granite", {"rope.scaling.finetuned": False}),
+    "minicpm-old": with_keys("minicpm", dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"))),
     "ernie4_5-moe": {"architecture": "ernie4_5-moe", "expert_ffn_size": 64},
     "hunyuan-moe": {"architecture": "hunyuan-moe", "tied": False},
     "bailingmoe": {"architecture": "bailingmoe", "tied": False, "expert_ffn_size": 64},

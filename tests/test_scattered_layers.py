@@ -144,6 +144,50 @@ def test_what_is_not_known_of_convolutions_is_refused(keys: dict[str, Any], word
         Model.load(gguf)
 
 
+# ---------------------------------------------------------------- state space layers
+def test_layers_without_kv_heads_are_state_space_layers(write: Write) -> None:
+    config = config_of(write("granitehybrid"))
+    assert config.attention_layers == (2,)
+    assert config.scan is not None
+    assert (config.scan.layers, config.scan.channels) == ({0, 1, 3}, 64 + 2 * 32)
+    assert config.state_bytes == 3 * 4 * (3 * 128 + 64 * 16)
+    assert not any(config.is_rotated(n) for n in range(4))
+    assert config_of(write("granitehybrid", {"rope.scaling.finetuned": True})).is_rotated(2)
+
+
+def test_a_convolution_of_a_state_space_layer_may_have_no_biases(write: Write) -> None:
+    tensors = {f"blk.{n}.ssm_conv1d.bias": None for n in (0, 1, 3)}
+    assert_is_the_numpy_step_in_any_chunks(write("granitehybrid", tensors=tensors))
+
+
+def test_norms_within_layers_are_not_those_of_a_stream_that_is_kept_divided(write: Write) -> None:
+    """Branches are multiplied by 0.3, so the stream's epsilon is another one."""
+    path = write("granitehybrid", {"attention.layer_norm_rms_epsilon": 0.01})
+    config = config_of(path)
+    assert config.scan is not None
+    assert (config.scan.norm_eps, round(config.norm_eps, 6)) == (pytest.approx(0.01), round(0.01 / 0.3**2, 6))
+    assert_is_the_numpy_step_in_any_chunks(path, 20)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"ssm.conv_kernel": 3}, "a convolution over 3 tokens"),
+        ({"ssm.state_size": 24}, "states of 24 times 32 numbers"),
+        ({"ssm.time_step_rank": 4}, "states of 16 times 16 numbers"),
+        ({"ssm.time_step_rank": 3}, "3 heads in 2 groups do not make layers of 64"),
+        ({"ssm.group_count": None}, "ssm.group_count is missing"),
+        ({"attention.head_count_kv": [1, 1, 1, 1]}, "layers of one kind only"),
+        ({"ssm.state_size": 32}, r"ssm_in\.weight is .194, 32., and the other sizes"),
+        ({"rope.scaling.finetuned": 1}, "rope.scaling.finetuned is not true or false"),
+    ],
+)
+def test_what_is_not_known_of_state_space_layers_is_refused(keys: dict[str, Any], words: str, write: Write) -> None:
+    path = write("granitehybrid", keys)
+    with open_gguf(path) as gguf, pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        Model.load(gguf)
+
+
 # ---------------------------------------------------------------- attention in chunks
 @pytest.mark.parametrize("chunk", [64, 100, 600])
 def test_chunks_have_the_bits_of_the_numpy_step(chunk: int, write: Write) -> None:

@@ -27,7 +27,7 @@ Architecture = Literal[
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
     "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm", "hunyuan-dense",
     "gemma4", "qwen3vlmoe", "glm4moe", "lfm2", "lfm2moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe",
-    "bailingmoe2", "dots1", "minimax-m2",
+    "bailingmoe2", "dots1", "minimax-m2", "granitehybrid", "minicpm",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -115,6 +115,17 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
         "expert_weights_scale": 0.5,
     },
     "minimax-m2": {"expert_gating_func": 2},
+    "minicpm": {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.7},
+    "granitehybrid": {
+        "embedding_scale": 3.0,
+        "residual_scale": 0.3,
+        "attention.scale": 0.2,
+        "logit_scale": 0.7,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": 4,
+        "ssm.group_count": 2,
+        "ssm.state_size": 16,
+    },
 }
 _DELTA_INTERVAL = 3
 """Every third layer has attention, unlike in real files, and the last one of four has not."""
@@ -268,6 +279,9 @@ def _matrices_and_vectors(
                 "shortconv.in_proj.weight": (3 * hidden, hidden),
                 "shortconv.out_proj.weight": (hidden, hidden),
             }
+        if architecture == "granitehybrid" and (layer + 1) % _DELTA_INTERVAL:
+            block = {name: shape for name, shape in block.items() if not name.startswith("attn_")}
+            block |= _scan_shapes(hidden)
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     if architecture == "gemma4":
         shapes |= gemma4.others(num_layers, hidden, vocab)
@@ -279,6 +293,24 @@ def _matrices_and_vectors(
     if not tied:
         shapes["output.weight"] = (vocab, hidden)
     return shapes
+
+
+def _scan_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of a state space layer with heads of 32 values, two groups of keys of 16 numbers, and twice as many values as the
+    stream has."""
+    values, keys = 2 * hidden, 2 * 16
+    heads, channels = values // 32, values + 2 * keys
+    return {
+        "attn_norm.weight": (hidden,),
+        "ssm_in.weight": (values + channels + heads, hidden),
+        "ssm_conv1d.weight": (channels, 4),
+        "ssm_conv1d.bias": (channels,),
+        "ssm_dt.bias": (heads,),
+        "ssm_a": (heads, 1),
+        "ssm_d": (heads, 1),
+        "ssm_norm.weight": (2, values // 2),
+        "ssm_out.weight": (hidden, values),
+    }
 
 
 def _has_experts(architecture: Architecture, layer: int) -> bool:
@@ -396,6 +428,8 @@ def write_tiny_model(
         "llama",
         "granite",
         "granitemoe",
+        "granitehybrid",
+        "minicpm",
         "smollm3",
         "phi3",
         *_CENTRED,
@@ -433,7 +467,9 @@ def write_tiny_model(
             keys["feed_forward_length"] = expert_ffn_size
         if shared_ffn_size:
             keys["expert_shared_feed_forward_length"] = shared_ffn_size
-    if architecture in _CONVOLUTIONS:
+    if architecture == "granitehybrid":
+        keys |= {"ssm.inner_size": 2 * hidden_size, "ssm.time_step_rank": 2 * hidden_size // 32}
+    if architecture in (*_CONVOLUTIONS, "granitehybrid"):
         counts = [0 if (n + 1) % _DELTA_INTERVAL else num_kv_heads for n in range(num_layers)]
         keys["attention.head_count_kv"] = counts
     if architecture == "gemma4":
@@ -469,7 +505,11 @@ def write_tiny_model(
     for name, shape in shapes.items():
         # Seeded by name: a tensor's values do not depend on which other tensors the file has.
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        if len(shape) == 1 or name.endswith(".bias"):
+        if name.endswith(("ssm_a", "ssm_d")) and len(shape) > 1:
+            column = np.linspace(0.3, 1.5, *shape[:1])
+            column = -np.geomspace(0.05, 4.0, *shape[:1]) if name.endswith("ssm_a") else column
+            stored[name] = TensorType.F32, column[:, None].astype("<f4").view(np.uint8)
+        elif len(shape) == 1 or name.endswith((".bias", "ssm_norm.weight")):
             middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
             vector = rng.normal(middle, 0.1, shape).astype("<f4")
             if architecture == "gemma4" and name.endswith("attn_q_norm.weight"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kernels import attention, delta, fixed, kv_types, routing, rows
+from engine.kernels import attention, delta, fixed, kv_types, routing, rows, scan
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import Kernel
 from engine.kernels.target import Target
@@ -18,6 +18,7 @@ def kernels(target: Target) -> dict[str, Kernel]:
     return {
         **activations,
         **delta.KERNELS,
+        **scan.KERNELS,
         "inverse_rms": rows.inverse_rms,
         "deviation": rows.deviation,
         "add_normed": rows.add_normed,

@@ -19,14 +19,15 @@ from engine.kernels.rows import inverse_rms_of, squares
 
 CHANNELS = 16
 """Channels that a call of `convolve` takes."""
-_CHAINS = 4
+CHAINS = 4
 """Sums that run side by side: one alone would wait for each of its additions."""
 
 LOG1P_TERMS = 9
 """Of the series of log(1 + u) = 2 artanh(u / (2 + u)) for 0 <= u <= 1: the next one adds less than 1e-9 of it."""
 
 
-def _silu(b: KernelBuilder, x: Value) -> Value:
+def silu(b: KernelBuilder, x: Value) -> Value:
+    """x / (1 + exp(-x))."""
     return b.fdiv(x, b.fadd(fill(VF, 1.0), b.exp(b.fsub(fill(VF, -0.0), x))))
 
 
@@ -35,26 +36,33 @@ def _sigmoid(b: KernelBuilder, x: Value) -> Value:
     return b.fdiv(one, b.fadd(one, b.exp(b.fsub(fill(VF, -0.0), x))))
 
 
-def convolve(b: KernelBuilder, x: Value, stride: Value, count: Value, taps: Value, before: Value, width: Value) -> None:
-    """x = silu(convolution) of 16 channels of `count` rows, `stride` bytes apart, in place.
+def convolve(biased: bool) -> Kernel:
+    """The kernel, with or without a bias for each channel."""
 
-    taps [TAPS][width] f32 and before [TAPS - 1][width] f32 (the rows before these, the oldest first) are addresses of
-    the channels' first number, `width` is in bytes. `before` becomes the last rows as they were.
-    """
-    x, taps, before = (b.pointer(p) for p in (x, taps, before))
-    weights = [b.read(VF, taps, b.times(width, j)) for j in range(TAPS)]
-    slots = [b.variable(b.read(VF, before, b.times(width, j))) for j in range(TAPS - 1)]
-    with b.loop(count) as t:
-        at = b.times(t, stride)
-        rows = [*(b.get(slot, VF) for slot in slots), b.read(VF, x, at)]
-        total = b.fmul(weights[0], rows[0])
-        for weight, row in zip(weights[1:], rows[1:], strict=True):
-            total = b.fmadd(weight, row, total)
-        b.write(_silu(b, total), x, at)
-        for slot, row in zip(slots, rows[1:], strict=True):
-            b.store(row, slot)
-    for j, slot in enumerate(slots):
-        b.write(b.get(slot, VF), before, b.times(width, j))
+    def emit(
+        b: KernelBuilder, x: Value, stride: Value, count: Value, taps: Value, before: Value, width: Value, bias: Value
+    ) -> None:
+        """x = silu(convolution + bias) of 16 channels of `count` rows, `stride` bytes apart, in place.
+
+        taps [TAPS][width] f32, before [TAPS - 1][width] f32 (the rows before these, the oldest first) and bias are
+        addresses of the channels' first number, `width` is in bytes. `before` becomes the last rows as they were.
+        """
+        x, taps, before, bias = (b.pointer(p) for p in (x, taps, before, bias))
+        weights = [b.read(VF, taps, b.times(width, j)) for j in range(TAPS)]
+        slots = [b.variable(b.read(VF, before, b.times(width, j))) for j in range(TAPS - 1)]
+        with b.loop(count) as t:
+            at = b.times(t, stride)
+            rows = [*(b.get(slot, VF) for slot in slots), b.read(VF, x, at)]
+            total = b.fmul(weights[0], rows[0])
+            for weight, row in zip(weights[1:], rows[1:], strict=True):
+                total = b.fmadd(weight, row, total)
+            b.write(silu(b, b.fadd(total, b.read(VF, bias)) if biased else total), x, at)
+            for slot, row in zip(slots, rows[1:], strict=True):
+                b.store(row, slot)
+        for j, slot in enumerate(slots):
+            b.write(b.get(slot, VF), before, b.times(width, j))
+
+    return emit
 
 
 def mix(b: KernelBuilder, x: Value, stride: Value, count: Value, taps: Value, before: Value, width: Value) -> None:
@@ -100,6 +108,12 @@ def _log1p(b: KernelBuilder, u: Value) -> Value:
     return b.fmul(b.fadd(s, s), total)
 
 
+def softplus(b: KernelBuilder, x: Value) -> Value:
+    """log(1 + exp(x))."""
+    positive = b.select(b.fcmp_ordered(">", x, fill(VF, 0.0)), x, fill(VF, 0.0))
+    return b.fadd(positive, _log1p(b, b.exp(b.fsub(fill(VF, -0.0), b.magnitude(x)))))
+
+
 def delta_gates(b: KernelBuilder, beta: Value, decay: Value, bias: Value, rate: Value, n: Value) -> None:
     """beta = sigmoid(beta), decay = exp(rate * softplus(decay + bias)) in place for n heads."""
     beta, decay, bias, rate = (b.pointer(p) for p in (beta, decay, bias, rate))
@@ -107,27 +121,24 @@ def delta_gates(b: KernelBuilder, beta: Value, decay: Value, bias: Value, rate: 
         at = b.times(i, 64)
         b.write(_sigmoid(b, b.read(VF, beta, at)), beta, at)
         x = b.fadd(b.read(VF, decay, at), b.read(VF, bias, at))
-        positive = b.select(b.fcmp_ordered(">", x, fill(VF, 0.0)), x, fill(VF, 0.0))
-        small = b.exp(b.fsub(fill(VF, -0.0), b.magnitude(x)))
-        softplus = b.fadd(positive, _log1p(b, small))
-        b.write(b.exp(b.fmul(b.read(VF, rate, at), softplus)), decay, at)
+        b.write(b.exp(b.fmul(b.read(VF, rate, at), softplus(b, x))), decay, at)
 
 
 def delta(b: KernelBuilder, state: Value, q: Value, k: Value, v: Value, decay: Value, beta: Value, n: Value) -> None:
     """One token of one head: DELTA_COLUMNS columns of the state [n][DELTA_COLUMNS] f32 and of v; v becomes the output.
 
     These columns lie together, since rows of a whole matrix are a power of two apart and would share few sets of L1.
-    q and k [n] f32; decay and beta are addresses of an f32. Sums over n run in _CHAINS chains, row i in chain i mod 4.
+    q and k [n] f32; decay and beta are addresses of an f32. Sums over n run in CHAINS chains, row i in chain i mod 4.
     """
     state, q, k, v = (b.pointer(p) for p in (state, q, k, v))
     factor, share = (b.broadcast(F32, b.pointer(p)) for p in (decay, beta))
     vectors = range(DELTA_COLUMNS // 16)
 
     def sums(body: Callable[[Value, Value, int, Value], Value]) -> list[Value]:
-        chains = [[b.variable(fill(VF, 0.0)) for _ in vectors] for _ in range(_CHAINS)]
-        with b.loop(b.sdiv(n, I64(_CHAINS))) as r:
-            for j in range(_CHAINS):
-                i = b.sum(b.times(r, _CHAINS), j)
+        chains = [[b.variable(fill(VF, 0.0)) for _ in vectors] for _ in range(CHAINS)]
+        with b.loop(b.sdiv(n, I64(CHAINS))) as r:
+            for j in range(CHAINS):
+                i = b.sum(b.times(r, CHAINS), j)
                 at = b.times(i, 4 * DELTA_COLUMNS)
                 for c in vectors:
                     slot = chains[j][c]
@@ -158,7 +169,7 @@ def norm_gated(b: KernelBuilder, x: Value, gate: Value, weight: Value, eps: Valu
     with b.loop(b.sdiv(n, I64(16))) as i:
         at = b.times(i, 64)
         normed = b.fmul(b.fmul(b.read(VF, x, at), factor), b.read(VF, weight, at))
-        b.write(b.fmul(normed, _silu(b, b.read(VF, gate, at))), out, at)
+        b.write(b.fmul(normed, silu(b, b.read(VF, gate, at))), out, at)
 
 
 def gate_vector(b: KernelBuilder, x: Value, gate: Value, n: Value) -> None:
@@ -170,7 +181,8 @@ def gate_vector(b: KernelBuilder, x: Value, gate: Value, n: Value) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    "convolve": convolve,
+    "convolve": convolve(False),
+    "convolve_biased": convolve(True),
     "mix": mix,
     "unit_vector": unit_vector,
     "delta_gates": delta_gates,

@@ -71,6 +71,12 @@ class Op(IntEnum):
     """Of a layer that is a convolution: `count` numbers of qkv = gate * convolution(what comes in), which goes on."""
     TAKE = 26
     """activation = quantized `out`."""
+    SCAN_GATES = 27
+    """Of a state space layer, each head gets its step and its decay."""
+    SCAN = 28
+    """The state of each head takes in the rows in their order; v becomes what it gives."""
+    GATE_NORM = 29
+    """activation = quantized norms of stretches of `count` of what the heads give times the SiLU of a gate."""
 
 
 class Gate(IntEnum):
@@ -105,7 +111,8 @@ OPERATION = _record(
     "add",  # 1: add to the output, 0: put it there
     "into",  # ADD_NORM: address of what is added to [rows, ...] f32
     "into_bytes",
-    "count",  # ROW_NORM, CAP, ADD_BIAS, GIVE: values of a row, or of a stretch of it; CONVOLVE, MIX: channels
+    "count",  # ROW_NORM, CAP, ADD_BIAS, GIVE: values of a row, or of a stretch of it; CONVOLVE, MIX: channels;
+    # GATE_NORM: values of a stretch
     "weight",  # address of a norm's weights
     "centred",  # 1: norms are LayerNorm, 0: of the root mean square
     "cap",  # ATTEND, CAP: address of an f32; ATTEND: 0 if scores have no cap
@@ -113,7 +120,8 @@ OPERATION = _record(
     "factor_bytes",
     "activates",  # GATED: of Gate; LONE: 1: GELU, 0: the square of what is above 0
     "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS, EXPERTS_DOWN: of the outputs';
-    # EXPERTS_GATED: of gate's and up's, expert by expert; ROUTE: what shares get when experts are chosen by them, or 0
+    # EXPERTS_GATED: of gate's and up's, expert by expert; ROUTE: what shares get when experts are chosen by them, or 0;
+    # CONVOLVE: of the channels, or 0
     "sinks",  # MERGE: address of a softmax state for each head that is merged last, or 0
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
@@ -134,11 +142,13 @@ OPERATION = _record(
     "window",  # ATTEND: positions a row sees, itself included; below 0: those from the last multiple of it on; 0: all
     "share",  # values of a share of work, where a row is shared; GIVE: stretches of a row
     "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
-    "state_offset",  # CONVOLVE, DELTA, MIX: bytes of this layer's state from the start of a slot
+    "state_offset",  # CONVOLVE, DELTA, MIX, SCAN: bytes of this layer's state from the start of a slot
     "given_offset",  # GATE_GIVEN: bytes of this layer's stretch
+    "skip",  # SCAN: address of a factor for each head, with which a value is added to what the state gives
+    "qkv_offset",  # CONVOLVE, SCAN_GATES, SCAN, GATE_NORM: bytes in a row of qkv where the channels start
     "expert_scales",  # ROUTE: address of a factor for each expert, or 0
     "weighted_inputs",  # EXPERTS_GATED, EXPERTS_DOWN: 1: experts take rows times their weight, 0: it is their outputs'
-    "rate",  # UNIT: address of the value heads' rates of decay; `bias` is that of their biases
+    "rate",  # UNIT, SCAN_GATES: address of the value heads' rates of decay; `bias` is that of their biases
     "interleaved",  # DELTA: 1: neighbouring value heads share a key head
 )
 
@@ -180,7 +190,9 @@ CONTEXT = _record(
     # layers with a running state
     "key_heads",
     "value_heads",
-    "delta_dim",
+    "delta_dim",  # of a value
+    "key_dim",
+    "inner_eps",  # address of an f32: of norms within these layers
     "one",  # address of an f32
     "delta_scale",  # address of an f32: what q of unit length is multiplied with
     "state_memory",

@@ -1,5 +1,5 @@
-"""Layers with a running state in torch (`kernels/delta.py`), over slots on the device: the gated delta rule, and short
-convolutions.
+"""Layers with a running state in torch (`kernels/delta.py`), over slots on the device: the gated delta rule, state
+space layers, and short convolutions.
 
 What a row's own numbers give is computed for a whole tile, in one shape. The state takes rows one by one, in order and
 in one shape too, so that its bits do not depend on how a text was cut into steps.
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.config import ConvolutionSizes, DeltaSizes
+from engine.config import ConvolutionSizes, DeltaSizes, ScanSizes
 from engine.kernels.plan import DELTA_COLUMNS, TAPS
 from engine.kv_cache import StatePool
 from engine.torch_backend.kv import memory_of
@@ -53,17 +53,18 @@ def runs_of_tile(tables: NDArray[np.integer], states: NDArray[np.integer], first
 class StateStore:
     """The numbers in a pool's slots, layer by layer (`model_twin._recalled` says how they lie)."""
 
-    def __init__(self, sizes: DeltaSizes | ConvolutionSizes, pool: StatePool) -> None:
+    def __init__(self, sizes: DeltaSizes | ConvolutionSizes | ScanSizes, pool: StatePool) -> None:
         layers = memory_of(pool).view(torch.float32).unflatten(-1, (len(sizes.layers), -1))
         split = (TAPS - 1) * sizes.channels
         self.seen = layers[..., :split].unflatten(-1, (TAPS - 1, sizes.channels))
         """[slots, layers, TAPS - 1, channels]: the last rows before the convolution."""
         self.matrices = layers[..., split:]
         """[slots, layers, heads, strips, keys, DELTA_COLUMNS]; of convolutions nothing."""
-        if isinstance(sizes, DeltaSizes):
+        if not isinstance(sizes, ConvolutionSizes):
             strips = sizes.head_dim // DELTA_COLUMNS
-            shape = (sizes.num_value_heads, strips, sizes.head_dim, DELTA_COLUMNS)
-            self.matrices = self.matrices.unflatten(-1, shape)
+            is_delta = isinstance(sizes, DeltaSizes)
+            heads, keys = (sizes.num_value_heads, sizes.head_dim) if is_delta else (sizes.num_heads, sizes.key_dim)
+            self.matrices = self.matrices.unflatten(-1, (heads, strips, keys, DELTA_COLUMNS))
 
     def convolved(self, layer: int, x: Tensor, taps: Tensor, runs: Sequence[Run]) -> Tensor:
         """[rows, channels] of x, with taps [TAPS, channels] over it and the rows before it; the slots have the last
@@ -95,6 +96,52 @@ class Mix:
         """[rows, channels] f32 of what the layer takes [rows, hidden]; the states of the runs' slots go on."""
         u, gate, v = self.parts(taken).chunk(3, -1)
         return gate * store.convolved(self.number, u * v, self.taps, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The weights of a state space layer, but for the matrix behind it."""
+
+    sizes: ScanSizes
+    number: int
+    """Among the layers with a running state."""
+    parts: Linear
+    """Of a gate for each value, of values, keys and queries, and of a step for each head."""
+    taps: Tensor
+    """[TAPS, channels]."""
+    bias: Tensor | None
+    step_bias: Tensor
+    rate: Tensor
+    skip: Tensor
+    """[heads, 1]."""
+    norm: Norm
+    """Of each group."""
+
+    def __call__(self, taken: Tensor, store: StateStore, runs: Sequence[Run]) -> Tensor:
+        """[rows, values] f32 of what the layer takes [rows, hidden]; the states of the runs' slots go on."""
+        sizes, rows = self.sizes, len(taken)
+        gate, mixed, step = self.parts(taken).split([sizes.values, sizes.channels, sizes.num_heads], -1)
+        step = _softplus(even(step + self.step_bias))
+        decay = torch.exp(even(self.rate) * step)[:, : sizes.num_heads]
+        step = step[:, : sizes.num_heads]
+        x = store.convolved(self.number, mixed, self.taps, runs)
+        x = torch.nn.functional.silu(x if self.bias is None else x + self.bias)
+        keys = sizes.num_groups * sizes.key_dim
+        v, k, q = x.split([sizes.values, keys, keys], -1)
+        shared = sizes.num_heads // sizes.num_groups
+        k, q = (y.unflatten(-1, (sizes.num_groups, -1)).repeat_interleave(shared, 1) for y in (k, q))
+        v = v.unflatten(-1, (sizes.num_heads, -1))
+        added = (v * step[..., None]).view(rows, sizes.num_heads, -1, 1, DELTA_COLUMNS)
+        out = torch.zeros_like(v)
+        for run in runs:
+            state = store.matrices[run.source, self.number]
+            for row in range(run.first, run.last):
+                k1, q1 = (y[row, :, None, :, None] for y in (k, q))
+                state = state * decay[row, :, None, None, None] + k1 * added[row]
+                out[row] = (state * q1).sum(-2).flatten(1)
+            store.matrices[run.target, self.number] = state
+        y = (out + self.skip * v).flatten(1) * torch.nn.functional.silu(gate)
+        return self.norm(y.unflatten(-1, (sizes.num_groups, -1))).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +197,16 @@ class Recurrence:
         else:
             beta, decay = (matrix(taken) for matrix in self.factors)
         x, heads = even(decay + self.bias), self.sizes.num_value_heads
-        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
-        return torch.sigmoid(even(beta))[:, :heads], torch.exp(even(self.rate) * softplus)[:, :heads]
+        return torch.sigmoid(even(beta))[:, :heads], torch.exp(even(self.rate) * _softplus(x))[:, :heads]
 
     def _spread(self, x: Tensor) -> Tensor:
         """[rows, value heads, D] of key heads [rows, key heads, D]."""
         shared = self.sizes.num_value_heads // self.sizes.num_key_heads
         return x.repeat_interleave(shared, 1) if self.interleaved else x.repeat(1, shared, 1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def _unit(x: Tensor, eps: float) -> Tensor:

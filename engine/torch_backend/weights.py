@@ -13,24 +13,25 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.config import ConvolutionSizes, DeltaSizes, ModelConfig
+from engine.config import ConvolutionSizes, DeltaSizes, ModelConfig, ScanSizes
 from engine.errors import ModelFileError, UnsupportedModelError
 from engine.gguf_file import GGUFFile
 from engine.kernels.plan import TAPS
-from engine.torch_backend.delta import Mix, Recurrence
+from engine.torch_backend.delta import Mix, Recurrence, Scan
 from engine.torch_backend.matrices import DeviceMatrix, Form
 from engine.torch_backend.parts import Linear, Norm
 from engine.weights import load_vector
 
 _KNOWN_FACTS: Final = frozenset(
     (
-        "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel", "ffn_norm",
-        "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window", "local_rope_base",
-        "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers", "wide_scale_layers", "soft_caps",
-        "file_scales", "logits_multiplied", "temperatures", "experts", "normed_experts", "shared_expert", "sinks",
-        "shares", "scattered_experts", "weighted_inputs", "chunks", "unit_heads", "unrotated_growth", "output_norm",
-        "convolutions", "delta_layers", "interleaved_deltas", "layer_sizes", "shared_keys", "normed_values",
-        "unscaled_scores", "logit_cap", "layer_embeddings", "layer_scales", "experts_beside",
+        "name", "models", "neox_rope", "activation", "gated", "norm", "pre_norms", "post_norms", "parallel",
+        "ffn_norm", "whole_head_norms", "late_head_norms", "scale_embedding", "local_layers", "window",
+        "local_rope_base", "local_rope_scaling", "local_rotation", "rope_sections", "unrotated_layers",
+        "wide_scale_layers", "soft_caps", "file_scales", "logits_multiplied", "temperatures", "experts",
+        "normed_experts", "shared_expert", "sinks", "shares", "scattered_experts", "weighted_inputs", "chunks",
+        "unit_heads", "unrotated_growth", "output_norm", "scans", "rotation_said", "known_scales", "convolutions",
+        "delta_layers", "interleaved_deltas", "layer_sizes", "shared_keys", "normed_values", "unscaled_scores",
+        "logit_cap", "layer_embeddings", "layer_scales", "experts_beside",
     )
 )  # fmt: skip
 """Fields of ArchSpec that `model.py` obeys, or that ModelConfig has turned into numbers it obeys."""
@@ -40,7 +41,7 @@ _KNOWN_SIZES: Final = frozenset(
         "vocab_size", "train_context_size", "norm_eps", "embedding_factor", "attention_scale", "attention_cap",
         "logit_factor", "logit_cap", "rope_base", "rope_scale", "rope_factors", "rope_long_factors",
         "rope_context", "score_growth", "yarn", "rope_magnitude", "window", "local", "is_parallel", "delta",
-        "convolution",
+        "convolution", "scan", "is_unrotated",
         "num_spare_layers", "local_rope_base", "num_shared_layers", "layer_embedding_size",
         "unsaid_ids",
     )
@@ -107,7 +108,7 @@ class Layer:
     """What one layer computes with; None where it has no such part."""
 
     attention_norm: Norm | None
-    mixer: Attention | Recurrence | Mix
+    mixer: Attention | Recurrence | Mix | Scan
     """Where a row learns of those before it."""
     output: Linear
     post_attention_norm: Norm | None
@@ -254,11 +255,14 @@ class TorchWeights:
         c, arch, block = self._config, self._config.arch, f"blk.{n}"
         hidden, e = c.hidden_size, c.experts if c.has_experts(n) else None
         if c.delta is not None and c.has_state(n):
-            mixer: Attention | Recurrence | Mix = self._recurrence(n, c.delta)
+            mixer: Attention | Recurrence | Mix | Scan = self._recurrence(n, c.delta)
             output = self._linear(f"{block}.ssm_out", hidden, c.delta.values)
         elif c.convolution is not None and c.has_state(n):
             mixer = self._mix(n, c.convolution)
             output = self._linear(f"{block}.shortconv.out_proj", hidden, c.convolution.channels)
+        elif c.scan is not None and c.has_state(n):
+            mixer = self._scan(n, c.scan)
+            output = self._linear(f"{block}.ssm_out", hidden, c.scan.values)
         else:
             mixer = self._attention(n)
             output = self._linear(f"{block}.attn_output", hidden, c.num_heads * c.heads[n].dim)
@@ -316,6 +320,22 @@ class TorchWeights:
             unit or (self._head_norm(f"{block}.attn_k", heads.num_kv_heads, heads.dim) if "attn_k" in sizes else None),
             plain if c.arch.normed_values else None,
             self._vector(f"{block}.attn_sinks.weight", c.num_heads) if c.arch.sinks else None,
+        )
+
+    def _scan(self, n: int, sizes: ScanSizes) -> Scan:
+        block, heads = f"blk.{n}.ssm", sizes.num_heads
+        groups = sizes.num_groups, sizes.values // sizes.num_groups
+        return Scan(
+            sizes,
+            sorted(sizes.layers).index(n),
+            # Its steps add up from token to token: exact, whatever the others are.
+            self._linear(f"{block}_in", sizes.rows, self._config.hidden_size, form="f32"),
+            self._vector(f"{block}_conv1d.weight", sizes.channels, TAPS).T.contiguous(),
+            self._bias(f"{block}_conv1d", sizes.channels),
+            self._vector(f"{block}_dt.bias", heads),
+            self._vector(f"{block}_a", heads, 1)[:, 0],
+            self._vector(f"{block}_d", heads, 1),
+            Norm(self._vector(f"{block}_norm.weight", *groups), None, sizes.norm_eps, centred=False),
         )
 
     def _mix(self, n: int, sizes: ConvolutionSizes) -> Mix:

@@ -10,7 +10,7 @@ products.py       quantized activations and matrix products (kernels: matmul.py,
 rows.py           norms, activation functions, rotation (kernels: rows.py)
 routing.py        the choice of experts (kernels: routing.py)
 attention.py      keys and values, attention (kernels: attention.py, fixed.py, kv_types.py)
-running_state.py  convolutions and the gated delta rule (kernels: delta.py)
+running_state.py  convolutions, the gated delta rule, state spaces (kernels: delta.py, scan.py)
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ from engine.kernels.twins.rows import (
 from engine.kernels.twins.running_state import (
     convolve,
     delta,
+    gate_silu,
     mix,
     norm_gated,
+    scan,
     softplus,
     unit,
 )
@@ -98,6 +100,7 @@ __all__ = [
     "fixed_weights",
     "fma32",
     "from_q8_0",
+    "gate_silu",
     "gelu",
     "inverse_rms",
     "kept",
@@ -111,6 +114,7 @@ __all__ = [
     "normed",
     "quantize",
     "rotate",
+    "scan",
     "scores",
     "sigmoid",
     "silu",

@@ -1,4 +1,4 @@
-"""Layers that keep a running state: convolutions and the gated delta rule."""
+"""Layers that keep a running state: convolutions, the gated delta rule, state spaces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from engine.kernels.twins.arithmetic import Floats, exp, fma32, larger, sum_of
 from engine.kernels.twins.rows import normed
 
 
-def convolve(x: Floats, taps: Floats, before: Floats) -> tuple[Floats, Floats]:
-    """silu of a causal convolution of x [T, C] with taps [TAPS, C] behind rows [TAPS - 1, C]; and the last of these."""
+def convolve(x: Floats, taps: Floats, before: Floats, bias: Floats | None = None) -> tuple[Floats, Floats]:
+    """silu of a causal convolution of x [T, C] with taps [TAPS, C] behind rows [TAPS - 1, C], plus a bias [C] if there
+    is one; and the last of these rows."""
     total, last = _convolution(x, taps, before)
+    total = total if bias is None else total + bias
     return total / (np.float32(1) + exp(-total)), last
 
 
@@ -52,21 +54,41 @@ def delta(q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats, state: F
     q, k [T, H, K], v [T, H, V], decay, beta [T, H], state [H, K, V]. Sums over K run in four chains, row i in chain
     i mod 4.
     """
-
-    def summed(rows: Floats, weights: Floats) -> Floats:
-        """[H, V] = rows [H, K, V] weighted with [H, K]."""
-        chains = np.zeros((4, rows.shape[0], rows.shape[2]), np.float32)
-        for i in range(rows.shape[1]):
-            chains[i % 4] = fma32(rows[:, i], weights[:, i, None], chains[i % 4])
-        return (chains[0] + chains[1]) + (chains[2] + chains[3])
-
     out = np.zeros_like(v)
     for t in range(len(v)):
         factor = decay[t][:, None]
-        change = beta[t][:, None] * (v[t] - factor * summed(state, k[t]))
+        change = beta[t][:, None] * (v[t] - factor * _summed(state, k[t]))
         state = fma32(k[t][:, :, None], change[:, None], state * factor[..., None])
-        out[t] = summed(state, q[t])
+        out[t] = _summed(state, q[t])
     return out, state
+
+
+def _summed(rows: Floats, weights: Floats) -> Floats:
+    """[H, V] = rows [H, K, V] weighted with [H, K]."""
+    chains = np.zeros((4, rows.shape[0], rows.shape[2]), np.float32)
+    for i in range(rows.shape[1]):
+        chains[i % 4] = fma32(rows[:, i], weights[:, i, None], chains[i % 4])
+    return (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+
+def scan(
+    q: Floats, k: Floats, v: Floats, decay: Floats, step: Floats, skip: Floats, state: Floats
+) -> tuple[Floats, Floats]:
+    """Output [T, H, V] of a state space layer, token by token, and the state after it.
+
+    q, k [T, H, K], v [T, H, V], decay, step [T, H], skip [H], state [H, K, V]. Sums over K as in `delta`.
+    """
+    out = np.zeros_like(v)
+    for t in range(len(v)):
+        change = step[t, :, None] * v[t]
+        state = fma32(k[t, :, :, None], change[:, None], state * decay[t, :, None, None])
+        out[t] = fma32(skip[:, None], v[t], _summed(state, q[t]))
+    return out, state
+
+
+def gate_silu(x: Floats, gate: Floats) -> Floats:
+    """x * silu(gate)."""
+    return x * (gate / (np.float32(1) + exp(-gate)))
 
 
 def norm_gated(x: Floats, gate: Floats, weight: Floats, eps: float) -> Floats:

@@ -1,4 +1,4 @@
-"""Operations of layers with a running state (Gated DeltaNet, short convolutions), which go from row to row."""
+"""Operations of layers with a running state (Gated DeltaNet, Mamba 2, short convolutions), which go from row to row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from engine.kernels.walk.instructions import (
     activation_at,
     compiled,
     convolve,
+    convolve_biased,
     copy_bytes,
     delta,
     delta_gates,
+    gate_silu,
     int32_at,
     mix,
     norm_gated,
+    norm_vector,
+    scan,
+    scan_gates,
     unit_vector,
 )
 from engine.kernels.walk.layers import activate_plain
@@ -68,10 +73,13 @@ def convolve_rows(c: Record, op: Record, start: int, end: int) -> None:
                     before = slot_of(c, first, segment - 1) + op.state_offset + at
                     for j in range(TAPS - 1):
                         copy_bytes(state + j * width, before + j * width, LINE)
+                x = c.qkv + r * c.qkv_bytes + op.qkv_offset + at
                 if until > r and op.code == Op.MIX:
-                    mix(c.qkv + r * c.qkv_bytes + at, c.qkv_bytes, until - r, op.weight + at, state, width)
+                    mix(x, c.qkv_bytes, until - r, op.weight + at, state, width)
+                elif until > r and op.bias:
+                    convolve_biased(x, c.qkv_bytes, until - r, op.weight + at, state, width, op.bias + at)
                 elif until > r:
-                    convolve(c.qkv + r * c.qkv_bytes + at, c.qkv_bytes, until - r, op.weight + at, state, width)
+                    convolve(x, c.qkv_bytes, until - r, op.weight + at, state, width, 0)
                 r, segment = until, segment + 1
             first = last
 
@@ -114,9 +122,50 @@ def delta_run(c: Record, op: Record, head: int, column: int, state: int, first: 
 
 
 @compiled
+def steps_of(c: Record, op: Record, r: int) -> int:
+    """Address of what row r of a state space layer has for each head: a step, and 16 numbers' room further a decay."""
+    address: int = c.qkv + r * c.qkv_bytes + op.qkv_offset
+    address += 4 * (c.value_heads * c.delta_dim + 2 * c.key_heads * c.key_dim)
+    return address
+
+
+@compiled
+def scan_gate_rows(c: Record, op: Record, start: int, end: int) -> None:
+    for r in range(start, end):
+        steps = steps_of(c, op, r)
+        scan_gates(steps, steps + decay_offset(c), op.bias, op.rate, decay_offset(c) // 4)
+
+
+@compiled
+def scan_run(c: Record, op: Record, head: int, column: int, state: int, first: int, last: int) -> None:
+    """Rows first..last of a conversation on some columns of a head's state. A row has values, keys and queries."""
+    group, values = head // (c.value_heads // c.key_heads), c.value_heads * c.delta_dim
+    for r in range(first, last):
+        x, step = c.qkv + r * c.qkv_bytes + op.qkv_offset, steps_of(c, op, r) + 4 * head
+        k = x + (values + group * c.key_dim) * 4
+        q, v = k + c.key_heads * c.key_dim * 4, x + (head * c.delta_dim + column) * 4
+        scan(state, q, k, v, step + decay_offset(c), step, op.skip + 4 * head, c.key_dim)
+
+
+@compiled
+def gate_norm_rows(c: Record, op: Record, start: int, end: int) -> None:
+    """Shares of rows: what the heads give, gated and normed, quantized for the output matrix."""
+    act = activation_at(c.activations, op.activation)
+    per_row = act.num_values // op.share
+    for i in range(start, end):
+        r, u = i // per_row, i % per_row
+        x, out = c.qkv + r * c.qkv_bytes, c.attention + r * c.attention_bytes
+        for first in range(u * op.share, (u + 1) * op.share, op.count):
+            gate_silu(x + op.qkv_offset + 4 * first, x + 4 * first, out + 4 * first, op.count)
+            norm_vector(out + 4 * first, op.weight + 4 * first, c.inner_eps, op.count)
+        count = op.share // act.unit
+        activate_plain(act, r, out, 0, 0, u * count, count)
+
+
+@compiled
 def delta_rows(c: Record, op: Record, start: int, end: int) -> None:
     """Strips of DELTA_COLUMNS columns of the state of a value head, one after the other, each through all rows."""
-    strips, size = c.delta_dim // DELTA_COLUMNS, c.delta_dim * DELTA_COLUMNS * 4
+    strips, size = c.delta_dim // DELTA_COLUMNS, c.key_dim * DELTA_COLUMNS * 4
     for i in range(start, end):
         head, column, first, at = i // strips, i % strips * DELTA_COLUMNS, 0, op.state_offset + i * size
         while first < c.num_rows:
@@ -125,7 +174,10 @@ def delta_rows(c: Record, op: Record, start: int, end: int) -> None:
                 state, until = slot_of(c, first, segment) + at, segment_end(c, first, last, segment)
                 if segment > 0:
                     copy_bytes(state, slot_of(c, first, segment - 1) + at, size)
-                delta_run(c, op, head, column, state, r, until)
+                if op.code == Op.SCAN:
+                    scan_run(c, op, head, column, state, r, until)
+                else:
+                    delta_run(c, op, head, column, state, r, until)
                 r, segment = until, segment + 1
             first = last
 

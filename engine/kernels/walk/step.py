@@ -66,7 +66,14 @@ from engine.kernels.walk.layers import (
     num_groups,
     take,
 )
-from engine.kernels.walk.running_state import convolve_rows, delta_rows, norm_gated_rows, unit_rows
+from engine.kernels.walk.running_state import (
+    convolve_rows,
+    delta_rows,
+    gate_norm_rows,
+    norm_gated_rows,
+    scan_gate_rows,
+    unit_rows,
+)
 
 SPINS = 20_000
 """Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
@@ -118,9 +125,11 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return op.count // 16
     if code == Op.UNIT:
         return rows * (2 * c.key_heads + 1)
-    if code == Op.DELTA:
+    if code == Op.SCAN_GATES:
+        return rows
+    if code == Op.DELTA or code == Op.SCAN:
         return c.value_heads * (c.delta_dim // DELTA_COLUMNS)
-    if code == Op.NORM_GATED:
+    if code == Op.NORM_GATED or code == Op.GATE_NORM:
         return rows * (activation_at(c.activations, op.activation).num_values // op.share)
     return 1
 
@@ -194,7 +203,11 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         convolve_rows(c, op, start, end)
     elif code == Op.UNIT:
         unit_rows(c, op, start, end)
-    elif code == Op.DELTA:
+    elif code == Op.SCAN_GATES:
+        scan_gate_rows(c, op, start, end)
+    elif code == Op.GATE_NORM:
+        gate_norm_rows(c, op, start, end)
+    elif code == Op.DELTA or code == Op.SCAN:
         delta_rows(c, op, start, end)
     elif code == Op.NORM_GATED:
         norm_gated_rows(c, op, start, end)
