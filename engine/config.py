@@ -64,6 +64,11 @@ class DeltaSizes:
         """Of the state of a layer, f32: what the convolution saw last, and a matrix for each value head."""
         return 4 * ((TAPS - 1) * self.channels + self.values * self.head_dim)
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, keys and values of the matrices."""
+        return self.num_value_heads, self.head_dim, self.head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionSizes:
@@ -114,6 +119,11 @@ class ScanSizes:
     def layer_bytes(self) -> int:
         """Of the state of a layer, f32: what the convolution saw last, and a matrix for each head."""
         return 4 * ((TAPS - 1) * self.channels + self.values * self.key_dim)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, keys and values of the matrices."""
+        return self.num_heads, self.key_dim, self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

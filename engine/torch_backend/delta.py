@@ -61,10 +61,8 @@ class StateStore:
         self.matrices = layers[..., split:]
         """[slots, layers, heads, strips, keys, DELTA_COLUMNS]; of convolutions nothing."""
         if not isinstance(sizes, ConvolutionSizes):
-            strips = sizes.head_dim // DELTA_COLUMNS
-            is_delta = isinstance(sizes, DeltaSizes)
-            heads, keys = (sizes.num_value_heads, sizes.head_dim) if is_delta else (sizes.num_heads, sizes.key_dim)
-            self.matrices = self.matrices.unflatten(-1, (heads, strips, keys, DELTA_COLUMNS))
+            heads, keys, values = sizes.state_shape
+            self.matrices = self.matrices.unflatten(-1, (heads, values // DELTA_COLUMNS, keys, DELTA_COLUMNS))
 
     def convolved(self, layer: int, x: Tensor, taps: Tensor, runs: Sequence[Run]) -> Tensor:
         """[rows, channels] of x, with taps [TAPS, channels] over it and the rows before it; the slots have the last
