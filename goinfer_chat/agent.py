@@ -6,13 +6,13 @@ Nothing here knows a terminal. A turn that fails leaves the conversation where i
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.api import Engine, Event, Finished, Message, NamedTool, Notice, Request, TextDelta, ToolCall
-from engine.errors import GoinferError, UsageError
+from engine.errors import ContextExceededError, GoinferError, UsageError
 from goinfer_chat.attachments import Attachment, with_attachments
 from goinfer_chat.calls.events import Step, TurnEvent
 from goinfer_chat.conversations import Conversations
@@ -145,12 +145,15 @@ class Agent:
         said = () if ask.text is None else (Message(role="user", content=ask.text),)
 
         def step(messages: Sequence[Message], after: int | None = HEAD, force: bool = False) -> Turn:
-            request = self._request(live, messages, after=after, cancel=cancel, forced=forced, force=force)
-            if force:
-                request = replace(request, told=told)
-            if force and must_look and request.tools and request.tool_choice == "auto":
-                request = replace(request, tool_choice="required", parallel_tool_calls=False)
-            return self._step(live, messages, after, request)
+            def request_of(messages: Sequence[Message]) -> Request:
+                request = self._request(live, messages, after=after, cancel=cancel, forced=forced, force=force)
+                if force:
+                    request = replace(request, told=told)
+                if force and must_look and request.tools and request.tool_choice == "auto":
+                    request = replace(request, tool_choice="required", parallel_tool_calls=False)
+                return request
+
+            return self._step(live, messages, after, request_of)
 
         first = step(said, ask.after, force=True)
         if toolbox is None or not (forced or toolbox.in_use) or not self.runs_calls:
@@ -162,15 +165,18 @@ class Agent:
         loop = ToolLoop(toolbox, self._journal(live), cancel, forced=forced)
         yield from loop.run((yield from first), step, lambda results: self._keep_results(live, results))
 
-    def _step(self, live: LiveConversation, said: Sequence[Message], after: int | None, request: Request) -> Turn:
+    def _step(
+        self,
+        live: LiveConversation,
+        said: Sequence[Message],
+        after: int | None,
+        request_of: Callable[[Sequence[Message]], Request],
+    ) -> Turn:
         """One reply, and how it was kept; None where it was stopped before its first token."""
-        try:
-            events = self.engine.generate(request)
-        except GoinferError:
-            # What it refuses is not saved, but for what tools answered, because it happened.
-            if any(message.role == "tool" for message in said):
-                self._keep_results(live, said)
-            raise
+        asked = said
+        said, events = self._begin(live, said, request_of)
+        if said is not asked:
+            yield Notice("the context has no room for all that the tools gave, so the middle of it is left out")
         step: Step | None = None
         with live.reply_to(said, after=after, model=self.model) as draft:
             for event in events:
@@ -188,6 +194,26 @@ class Agent:
                         pass
                 yield event
         return step
+
+    def _begin(
+        self, live: LiveConversation, said: Sequence[Message], request_of: Callable[[Sequence[Message]], Request]
+    ) -> tuple[Sequence[Message], Iterator[Event]]:
+        """The messages as they are in the prompt, and the reply's events. Raises what Engine.generate raises."""
+        while True:
+            try:
+                return said, self.engine.generate(request_of(said))
+            except GoinferError as error:
+                results = any(message.role == "tool" for message in said)
+                if results and isinstance(error, ContextExceededError):
+                    from goinfer_chat.calls.fitting import fitted
+
+                    if (shorter := fitted(said, error, self.count_text)) is not None:
+                        said = shorter
+                        continue
+                # What it refuses is not saved, but for what tools answered, because it happened.
+                if results:
+                    self._keep_results(live, said)
+                raise
 
     def _keep_results(self, live: LiveConversation, results: Sequence[Message]) -> None:
         """Results of tools that no reply follows."""

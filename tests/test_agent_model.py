@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import load
-from engine.api import Finished
+from engine.api import Finished, Message, Notice
+from engine.errors import ContextExceededError
 from engine.local import LocalEngine
 from goinfer_chat.agent import Agent, Ask
 from goinfer_chat.calls.events import ToolEnded, TurnEnded
+from goinfer_chat.calls.fitting import fitted
 from goinfer_chat.settings import Settings
 
 HARMLESS = "Nothing of interest stands here.\n"
@@ -88,6 +90,37 @@ def test_text_of_a_file_makes_no_control_tokens_and_no_calls(agent: Agent, tmp_p
         plain = [token for token in prompt if token not in controls]
         assert text.strip() in agent.engine.tokenizer.decode(plain)  # type: ignore[attr-defined]
     assert counts[0] == counts[1]
+
+
+def test_a_result_that_the_context_has_no_room_for_is_cut_and_the_turn_goes_on(
+    model_path: Callable[[str], Path], agent: Agent, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("y\n" * 6000)
+    with load(model_path("smollm2-135m"), context_size=1024) as small:
+        agent.engine = small
+        events = play(agent, "Read the notes.", tool="notes")
+        assert any(isinstance(event, Notice) and "no room for all" in event.text for event in events)
+        prompt = replies(events)[1].stats.prompt_tokens
+        assert 600 < prompt <= 1024 - 64
+        assert agent.live is not None
+        (result,) = [stored.message.content for stored in agent.live.path() if stored.message.role == "tool"][:1]
+        assert result.startswith("y\ny\n")
+        assert "characters left out" in result
+        assert replies(play(agent, "And?"))[0].stats.prompt_tokens > prompt
+
+
+def test_of_several_results_the_longest_is_cut_and_none_to_nothing() -> None:
+    def said(*lengths: int) -> list[Message]:
+        return [Message(role="tool", content="x" * length, tool_call_id=str(length)) for length in lengths]
+
+    def lengths_of(results: Sequence[Message] | None) -> list[int] | None:
+        return None if results is None else [message.content.count("x") for message in results]
+
+    refused = ContextExceededError(1600, 800)  # 900 too many, with an eighth of the context left for the reply
+    assert lengths_of(fitted(said(300, 2000), refused, len)) == [300, 1100]
+    assert lengths_of(fitted(said(1500, 300, 1500), refused, len)) == [1050, 300, 1050]
+    assert fitted(said(1000), refused, len) is None
+    assert fitted(said(900), refused, len) is None
 
 
 @pytest.mark.slow

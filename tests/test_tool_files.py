@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,31 @@ def test_a_list_of_very_many_files_is_cut(call: Any, project: Path) -> None:
     for number in range(700):
         (project / f"{number:04}.txt").touch()
     assert call("list_files").text.endswith("[more than 500 files; name a folder below, or give a pattern]")
+
+
+@pytest.fixture
+def very_deep(project: Path) -> Iterator[None]:
+    """1,500 folders within each other: more than a path may name, than may be open, and than Python calls."""
+    here = os.open(project, os.O_RDONLY)
+    for level in range(1500):
+        os.mkdir("d", dir_fd=here)
+        if level == 90:
+            with open(os.open("needle.txt", os.O_CREAT | os.O_WRONLY, dir_fd=here), "w") as file:
+                file.write("a needle\n")
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    yield
+    subprocess.run(["rm", "-rf", str(project / "d")], check=True)  # what Python has for it goes too deep
+
+
+@pytest.mark.usefixtures("very_deep")
+def test_a_list_goes_only_so_deep_and_says_where_it_stopped(call: Any) -> None:
+    listed = call("list_files")
+    assert listed.status == "ok"
+    assert f"{'d/' * 90}needle.txt" in listed.text.splitlines()
+    assert listed.text.splitlines()[-1] == f"[not listed: {'d/' * 101}]"
 
 
 # The folder
@@ -427,6 +454,14 @@ def test_a_search_does_not_follow_links(search: Any, project: Path) -> None:
     (project / "out").symlink_to("..")
     (project / "file").symlink_to("../secret.txt")
     assert search(pattern="secret").text == "nothing in . matches secret"
+
+
+@pytest.mark.usefixtures("very_deep")
+def test_a_search_of_very_deep_folders_ends_and_finds_what_is_not_too_deep(search: Any) -> None:
+    found = search(pattern="needle")
+    assert found.status == "ok"
+    assert found.text.splitlines()[0] == f"{'d/' * 90}needle.txt:1:a needle"
+    assert "Traceback" not in found.text
 
 
 def test_an_expression_that_takes_for_ever_ends_with_its_time(project: Path, tmp_path: Path) -> None:

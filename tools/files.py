@@ -19,6 +19,8 @@ from tools.tool import ToolContext, tool
 MAX_SCAN_BYTES: Final = 256_000_000
 """Of a file in which lines are looked for."""
 MAX_ENTRIES: Final = 500
+MAX_DEPTH: Final = 100
+"""Folders within each other: each that is listed is held open."""
 BINARY_SAMPLE: Final = 8192
 _FOLDERS: Final = """
     .git .hg .svn .venv venv node_modules __pycache__ .mypy_cache .ruff_cache .pytest_cache .tox target dist build
@@ -120,7 +122,7 @@ def walk(descriptor: int, prefix: str, skipped: set[str]) -> Iterator[str]:
         if entry.is_symlink():
             yield f"{prefix}{name} -> {os.readlink(entry.name, dir_fd=descriptor)}"
         elif entry.is_dir(follow_symlinks=False):
-            if entry.name in SKIPPED:
+            if entry.name in SKIPPED or prefix.count("/") >= MAX_DEPTH:
                 skipped.add(f"{prefix}{name}/")
             else:
                 folders.append(entry.name)

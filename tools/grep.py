@@ -17,6 +17,7 @@ from typing import Any
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _MAX_LINE = 300
 _MAX_BYTES = 100_000_000
+_MAX_DEPTH = 100
 
 
 def main(request: dict[str, Any]) -> int:
@@ -41,7 +42,8 @@ def _files(path: str, skipped: frozenset[str], files: str | None) -> Iterator[st
         yield path
         return
     for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if name not in skipped)
+        deep = os.path.relpath(folder, path).count(os.sep) >= _MAX_DEPTH - 1
+        folders[:] = [] if deep else sorted(name for name in folders if name not in skipped)
         for name in sorted(names):
             if files is None or fnmatch.fnmatchcase(name, files):
                 yield os.path.join(folder, name)
