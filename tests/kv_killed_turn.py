@@ -1,4 +1,4 @@
-"""A process that dies in its second turn: run and killed by test_kv_resume.py.
+"""A process that dies in its second turn: run and killed by test_kv_disk.py.
 
 Prints the ids of the first reply, then a line for each piece of the second one, which it has saved up to there.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from test_kv_resume import GREEDY, Chat, make
+from kv_chats import GREEDY, Chat, make
 
 from engine import kept_files
 from engine.api import Message, Request, TextDelta

@@ -143,6 +143,7 @@ class StandInTemplate:
     notices = ("a template of the tests",)
     thinks = False
     has_channels = False
+    reasoning = None
     stop: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: StandInTokenizer) -> None:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_kv_resume import GREEDY, Chat, added_by, make
+from kv_chats import GREEDY, Chat, added_by, make
 
 from engine.api import Message
 from engine.kv_folder import path_of, prepare
