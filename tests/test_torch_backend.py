@@ -70,11 +70,16 @@ def tiny(folder: Path) -> Callable[..., Path]:
 
 
 def on_torch(
-    gguf: GGUFFile, device: devices.Device = CPU, form: Form = "f32", kv_type: KVType = "f16", blocks: int = 48
+    gguf: GGUFFile,
+    device: devices.Device = CPU,
+    form: Form = "f32",
+    kv_type: KVType = "f16",
+    blocks: int = 48,
+    threads: int = 1,
 ) -> Runner:
     """A model with a pool of its own; the test is skipped where the backend says that it does not know the model."""
     try:
-        model: Any = TorchModel(gguf, device, form, LoadOptions(threads=1, max_positions=1024, kv_type=kv_type))
+        model: Any = TorchModel(gguf, device, form, LoadOptions(threads=threads, max_positions=1024, kv_type=kv_type))
     except UnsupportedModelError as error:
         if "the torch backend does not know" not in str(error):
             raise
@@ -207,6 +212,19 @@ def test_running_states_are_the_kernels_within_millionths(name: str, tiny: Calla
 def test_chunks_and_other_conversations_do_not_show(
     name: str, device: devices.Device, form: Form, tiny: Callable[..., Path]
 ) -> None:
+    with open_gguf(tiny(name)) as gguf:
+        assert_chunks_do_not_show(on_torch(gguf, device, form))
+
+
+def test_chunks_and_other_conversations_do_not_show_where_two_threads_share_a_product(folder: Path) -> None:
+    path = write_tiny_model(folder / "wide.gguf", "llama", num_layers=1, hidden_size=512, ffn_size=1024)
+    with open_gguf(path) as gguf:
+        runner = on_torch(gguf, threads=2)
+        assert torch.get_num_threads() == runner.model.threads == 2
+        assert_chunks_do_not_show(runner)
+
+
+def assert_chunks_do_not_show(runner: Runner) -> None:
     """The bits of a row are those of its own conversation, however it came to be in a step."""
     texts = [tokens(150, seed=1), tokens(70, seed=2), tokens(40, seed=3)]
     steps = [
@@ -218,19 +236,17 @@ def test_chunks_and_other_conversations_do_not_show(
         [(1, 14), (0, 19), (2, 28)],
         [(0, 40)],
     ]
-    with open_gguf(tiny(name)) as gguf:
-        runner = on_torch(gguf, device, form)
-        alone = []
-        for ids in texts:
-            table = runner.table()
-            alone.append(runner.feed(table, ids, 512, range(200)))
-        tables = [runner.table() for _ in texts]
-        for step in steps:
-            rows = [(n, len(tables[n]) + i) for n, count in step for i in range(count)]
-            wanted = [row for row, (_, position) in enumerate(rows) if position % 3 != 1]
-            parts = [(tables[n], texts[n][len(tables[n]) : len(tables[n]) + count]) for n, count in step]
-            logits = runner.step(*parts, want=wanted)
-            assert_same_bits(logits, np.array([alone[n][position] for n, position in (rows[w] for w in wanted)]))
+    alone = []
+    for ids in texts:
+        table = runner.table()
+        alone.append(runner.feed(table, ids, 512, range(200)))
+    tables = [runner.table() for _ in texts]
+    for step in steps:
+        rows = [(n, len(tables[n]) + i) for n, count in step for i in range(count)]
+        wanted = [row for row, (_, position) in enumerate(rows) if position % 3 != 1]
+        parts = [(tables[n], texts[n][len(tables[n]) : len(tables[n]) + count]) for n, count in step]
+        logits = runner.step(*parts, want=wanted)
+        assert_same_bits(logits, np.array([alone[n][position] for n, position in (rows[w] for w in wanted)]))
 
 
 @pytest.mark.parametrize(
