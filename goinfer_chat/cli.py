@@ -17,7 +17,7 @@ import typer
 
 from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
-from goinfer_chat.flag_completion import completions
+from goinfer_chat.flag_completion import completions, models, offer_of
 from goinfer_chat.loading import load_engine
 from goinfer_chat.resolving import resolve
 from goinfer_chat.settings import SETTINGS, Setting, Settings
@@ -228,7 +228,11 @@ def _add_models(app: typer.Typer) -> None:
     @app.command("pull")
     def pull_command(
         model: Annotated[
-            str, typer.Argument(help="A name that `models` lists, hf:OWNER/REPO[:FILE or QUANT], or a path.")
+            str,
+            typer.Argument(
+                help="A name that `models` lists, hf:OWNER/REPO[:FILE or QUANT], or a path.",
+                autocompletion=offer_of(models),
+            ),
         ],
     ) -> int:
         """Download a model, verify it, and print the path of its file."""

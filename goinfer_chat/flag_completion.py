@@ -1,4 +1,4 @@
-"""What a shell offers behind a flag: `goinfer-chat --install-completion`, then Tab."""
+"""What a shell offers behind a flag or a command: `goinfer-chat --install-completion`, then Tab."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ _PLAIN: Final = re.compile(r"\w[\w./+@-]*")
 Typer has zsh evaluate what is offered. A name may come with an imported file."""
 
 
-def completions(setting: Setting) -> Callable[[str], list[str]] | None:
-    """The function that Typer asks; None where files are the right offer, or nothing is known."""
-    choices = (lambda: list(setting.choices)) if setting.choices else _SOURCES.get(setting.flag)
-    if choices is None:
-        return None
+Offer = Callable[[str], list[str]]
+"""What Typer asks: the words that may stand where this is the start of one."""
 
+
+def completions(setting: Setting) -> Offer | None:
+    """None where files are the right offer, or nothing is known."""
+    choices = (lambda: list(setting.choices)) if setting.choices else _SOURCES.get(setting.flag)
+    return None if choices is None else offer_of(choices)
+
+
+def offer_of(choices: Callable[[], list[str]]) -> Offer:
     def offer(incomplete: str) -> list[str]:
         try:
             return [choice for choice in choices() if choice.startswith(incomplete) and _PLAIN.fullmatch(choice)]
@@ -30,13 +35,13 @@ def completions(setting: Setting) -> Callable[[str], list[str]] | None:
     return offer
 
 
-def _models() -> list[str]:
+def models() -> list[str]:
     from goinfer_chat.models import catalogue
 
     return [model.name for model in catalogue.list_models()]
 
 
-def _sessions() -> list[str]:
+def sessions() -> list[str]:
     from goinfer_chat.listing import name_of
     from goinfer_chat.resolving import resolve
     from goinfer_chat.store import Store, session_folder
@@ -57,8 +62,8 @@ def _profiles() -> list[str]:
 
 
 _SOURCES: Final[dict[str, Callable[[], list[str]]]] = {
-    "model": _models,
-    "draft": _models,
-    "resume": _sessions,
+    "model": models,
+    "draft": models,
+    "resume": sessions,
     "profile": _profiles,
 }

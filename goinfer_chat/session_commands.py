@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from goinfer_chat.flag_completion import offer_of, sessions
 from goinfer_chat.terminal import true_text
 
 
@@ -16,6 +17,8 @@ def _take_session_dir(context: typer.Context, folder: str | None) -> str | None:
     context.obj = {**before, "session_dir": folder or before.get("session_dir")}
     return folder
 
+
+_KEPT = offer_of(sessions)
 
 SessionDir = Annotated[
     str | None,
@@ -26,7 +29,13 @@ SessionDir = Annotated[
 """Every command has it, as flags may stand behind a command; the callback puts it where `_folder_of` finds it."""
 
 Key = Annotated[
-    str, typer.Argument(metavar="NAME", help="A conversation's name, its id, or the start of its id.", parser=true_text)
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A conversation's name, its id, or the start of its id.",
+        parser=true_text,
+        autocompletion=offer_of(sessions),
+    ),
 ]
 At = Annotated[
     int | None, typer.Option("--at", metavar="ID", help="Only down to this message, on whichever branch it is.")
@@ -77,7 +86,14 @@ def sessions_app() -> typer.Typer:
         context: typer.Context,
         words: Annotated[list[str], typer.Argument(metavar="WORDS...", help='Words, or a "phrase".', parser=true_text)],
         within: Annotated[
-            str | None, typer.Option("--in", metavar="NAME", help="Search only this conversation.", parser=true_text)
+            str | None,
+            typer.Option(
+                "--in",
+                metavar="NAME",
+                help="Search only this conversation.",
+                parser=true_text,
+                autocompletion=offer_of(sessions),
+            ),
         ] = None,
         limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")] = 20,
         as_json: Json = False,
@@ -103,7 +119,12 @@ def sessions_app() -> typer.Typer:
     @app.command("delete")
     def delete_command(
         context: typer.Context,
-        keys: Annotated[list[str], typer.Argument(metavar="NAMES...", help="Names or ids.", parser=true_text)],
+        keys: Annotated[
+            list[str],
+            typer.Argument(
+                metavar="NAMES...", help="Names or ids.", parser=true_text, autocompletion=offer_of(sessions)
+            ),
+        ],
         yes: Yes = False,
         _folder: SessionDir = None,
     ) -> int:

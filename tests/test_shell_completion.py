@@ -1,4 +1,4 @@
-"""Completion in a real bash: what `--show-completion` prints, read by the shell, and Tab pressed."""
+"""Completion in real shells: what `--show-completion` prints, read by the shell, and Tab pressed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,53 @@ from pathlib import Path
 
 import pytest
 from pty_terminal import Terminal, shell_environment
+from store_helpers import kept
 
-BASH = shutil.which("bash")
+from goinfer_chat.store import Store
 
-pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
+START = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config", "--private"],
+}
+READ = {
+    "bash": "source <(goinfer-chat --show-completion); bind 'set bell-style none'",
+    "zsh": "bindkey -e; autoload -U compinit; compinit -u -D; source <(goinfer-chat --show-completion)",
+    "fish": "goinfer-chat --show-completion | source",
+}
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Terminal]:
-    """A bash that has read the completion; `goinfer-chat` is a command there."""
-    assert BASH is not None
-    with Terminal([BASH, "--norc", "--noprofile", "-i"], env=shell_environment(tmp_path)) as terminal:
-        terminal.send("source <(SHELL=bash goinfer-chat --show-completion bash); bind 'set bell-style none'\n")
-        terminal.wait(lambda: terminal.text.count("READY") == 2 and terminal.lines[-1] == "READY")
+@pytest.fixture(params=START)
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
+    """A shell that has read the completion; `goinfer-chat` is a command there, with one conversation."""
+    name = request.param
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    with Store(tmp_path / "sessions") as store:
+        kept(store, ("hi", "hello"), name="holiday-plan")
+    with Terminal(START[name], env=shell_environment(tmp_path), columns=120) as terminal:
+        terminal.send(f"{READ[name]}; echo COMPLETION''READ\r")
+        terminal.wait("COMPLETIONREAD")
+        terminal.settle(0.3)
         yield terminal
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("goinfer-chat sess\t", "goinfer-chat sessions"),
-        ("goinfer-chat run --think-t\t", "goinfer-chat run --think-tokens"),
-        ("goinfer-chat --panel pan\t", "goinfer-chat --panel panel"),
-        ("goinfer-chat --model qwen2.5-coder-0\t", "goinfer-chat --model qwen2.5-coder-0.5b"),
-    ],
-)
-def test_tab_completes_commands_flags_and_their_words(shell: Terminal, typed: str, completed: str) -> None:
-    shell.send(typed)
-    shell.wait(lambda: shell.lines[-1] == f"READY {completed}")
+def test_tab_completes_commands_flags_and_what_stands_behind_them(shell: Terminal) -> None:
+    for typed, completed in (
+        ("goinfer-chat sess", "goinfer-chat sessions"),
+        ("goinfer-chat run --think-t", "goinfer-chat run --think-tokens"),
+        ("goinfer-chat --panel pan", "goinfer-chat --panel panel"),
+        ("goinfer-chat --model qwen2.5-coder-0", "goinfer-chat --model qwen2.5-coder-0.5b"),
+        ("goinfer-chat pull qwen2.5-coder-0", "goinfer-chat pull qwen2.5-coder-0.5b"),
+        ("goinfer-chat sessions show holi", "goinfer-chat sessions show holiday-plan"),
+    ):
+        shell.send(f"{typed}\t")
+        shell.wait(lambda: shell.lines[-1].endswith(completed))  # noqa: B023 - waited for at once
+        shell.send("\x15")
+        shell.wait(lambda: not shell.lines[-1].endswith(completed))  # noqa: B023
 
 
-def test_two_tabs_list_what_there_is(shell: Terminal) -> None:
+def test_tabs_list_what_there_is(shell: Terminal) -> None:
     shell.send("goinfer-chat --theme \t")
     shell.settle(1.0)
     shell.send("\t")
