@@ -185,7 +185,7 @@ def test_whoever_is_asked_sees_all_of_a_call(
     with Terminal(command, env=env, columns=100, rows=60) as terminal:
         terminal.wait_for_prompt()
         terminal.send("go\r")
-        terminal.wait(f"{name} runs: yes / no")
+        terminal.wait(f"Allow {name} (runs)? yes / no")
         assert "harm" in terminal.text
         terminal.send("n\r")
 

@@ -63,7 +63,7 @@ def ask(terminal: Terminal, text: str = "go on") -> None:
     terminal.send(text + ENTER)
 
 
-QUESTION = "write_file writes: yes / no / always / edit:"
+QUESTION = "Allow write_file (writes)? yes / no / always / edit:"
 
 
 def wait_for_question(terminal: Terminal, question: str = QUESTION) -> None:
@@ -92,7 +92,7 @@ def test_a_person_sees_the_change_and_says_yes(start: Start, project: Path) -> N
 def test_a_question_as_wide_as_the_screen_tears_no_word_and_leaves_room_for_the_answer(
     start: Start, project: Path, more: int
 ) -> None:
-    asked = "run_command runs: yes / no / always / prefix (always `touch c.txt`) / edit: "
+    asked = "Allow run_command (runs)? yes / no / always / prefix (always `touch c.txt`) / edit: "
     terminal = start(call("run_command", command="touch c.txt"), DONE, columns=len(asked) + more)
     ask(terminal)
     terminal.wait(lambda: terminal.lines[-1:] == ["/ edit:"] and terminal.typing)
@@ -110,10 +110,10 @@ def test_no_asks_for_a_reason_and_other_words_ask_again(start: Start, project: P
     wait_for_question(terminal)
     terminal.send("perhaps" + ENTER)
     terminal.wait(f"{QUESTION} perhaps")
-    terminal.wait("the call waits for an answer: y, n, a or e; Ctrl-C refuses it and ends the turn")
+    terminal.wait("answer with y, n, a or e; Ctrl-C refuses the call and ends the turn")
     wait_for_question(terminal)
     terminal.send("no" + ENTER)
-    terminal.wait("why? (for the model)")
+    terminal.wait("Why not? (the model reads it)")
     terminal.wait(lambda: terminal.typing)
     terminal.send("use c.txt" + ENTER)
     terminal.wait("the user refused this call: use c.txt")

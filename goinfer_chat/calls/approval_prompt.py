@@ -37,7 +37,7 @@ class PersonAsker:
 
     def _repeat(self, event: RepeatAsked) -> Answer:
         self._screen.line(f"{event.call.name} was called {event.times} times with the same result.")
-        return Answer(allowed=self._line("go on? yes / no: ").lower() in ("y", "yes"), stop=False)
+        return Answer(allowed=self._line("Continue? yes / no: ").lower() in ("y", "yes"), stop=False)
 
     def _approval(self, event: ApprovalAsked) -> Answer:
         self._screen.line(call_line(event.tool.name, event.arguments))
@@ -50,14 +50,14 @@ class PersonAsker:
             for line in diff_lines(event.preview):
                 self._screen.line(line)
         prefix = f" / prefix (always `{event.prefix}`)" if event.prefix else ""
-        question = f"{event.tool.name} {event.tool.risk}: yes / no / always{prefix} / edit: "
+        question = f"Allow {event.tool.name} ({event.tool.risk})? yes / no / always{prefix} / edit: "
         while True:
             word, _, rest = self._line(question).partition(" ")
             match word.lower():
                 case "y" | "yes":
                     return Answer(allowed=True)
                 case "n" | "no":
-                    return Answer(allowed=False, reason=rest.strip() or self._line("why? (for the model) "))
+                    return Answer(allowed=False, reason=rest.strip() or self._line("Why not? (the model reads it) "))
                 case "a" | "always":
                     return self._always(Rule(event.tool.name))
                 case "p" | "prefix" if event.prefix:
@@ -68,7 +68,7 @@ class PersonAsker:
                             return Answer(allowed=True, arguments=arguments)
                 case _:
                     begins = "y, n, a, p or e" if event.prefix else "y, n, a or e"
-                    self._screen.line(f"the call waits for an answer: {begins}; Ctrl-C refuses it and ends the turn")
+                    self._screen.line(f"answer with {begins}; Ctrl-C refuses the call and ends the turn")
 
     def _always(self, rule: Rule) -> Answer:
         self._screen.line(f"allowed in this folder from here on: {rule}; /approvals lists and clears", dim=True)
