@@ -43,8 +43,9 @@ from engine.prompt_values import (
     leaves_out,
     name_of,
     name_of_first_call,
+    with_calls_apart,
+    with_object_arguments,
     with_short_ids,
-    with_single_calls,
 )
 from engine.reasoning import THINK, ReasoningMarks, find_marks
 from engine.template_sandbox import LimitExceeded, Refused, make_environment, render
@@ -147,7 +148,7 @@ class ChatTemplate:
         2. neighbours of the same role joined, with a blank line between;
         3. and `system` as `user` behind the first other message;
         4. or `system` as `user` everywhere, so that a system prompt becomes the start of the first user message;
-        5. these again, with each of several calls in a message of its own.
+        5. these again, with each call, and what is said with it, in a message of its own.
         A form in which the template leaves out a system message or a call (`leaves_out`) is taken only if it leaves
         something out in all.
 
@@ -237,6 +238,8 @@ class ChatTemplate:
         form = self.call_form if with_calls else None
         if form is not None and (form.stated or form.placed):
             messages, tools = stated(messages, tools, form), () if form.stated else tools
+        if form is not None and self._wants_objects:
+            messages = [with_object_arguments(message) for message in messages]
         if self._short_call_ids:
             messages = [with_short_ids(message) for message in messages]
         return Prompt(tuple(messages), tuple(tools), arguments, PLAIN if form is None else self._calls[1])
@@ -244,8 +247,8 @@ class ChatTemplate:
     def _told(self, prompt: Prompt) -> tuple[Prompt, str]:
         """The prompt in the first form that the template accepts and in which it leaves nothing out, and its text."""
         forms = [prompt]
-        if any(len(message.tool_calls) > 1 for message in prompt.messages):
-            forms.append(replace(prompt, messages=with_single_calls(prompt.messages)))
+        if any(message.tool_calls for message in prompt.messages):
+            forms.append(replace(prompt, messages=with_calls_apart(prompt.messages)))
         accepted, refusals = [], []
         for form in forms:
             for messages in forms_of(form.messages, knows_developer="developer" in self._source):
@@ -263,6 +266,17 @@ class ChatTemplate:
         if not accepted:
             raise refusals[-1]
         return accepted[0]
+
+    @functools.cached_property
+    def _wants_objects(self) -> bool:
+        """Whether the template fails with arguments that are no object, as small models may write them."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": "x"}}
+        probe = (Message(role="user", content="x"), Message(role="assistant", content="", tool_calls=(call,)))
+        try:
+            self._render(Prompt(probe, (), {"add_generation_prompt": True}, self._calls[1]))
+        except TemplateError as error:
+            return not isinstance(error.__cause__, Refused)
+        return False
 
     @functools.cached_property
     def _tells_system(self) -> bool:

@@ -169,6 +169,19 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
 
 
+def with_object_arguments(message: Message) -> Message:
+    """What a call has in place of arguments that are an object, as the one value of such."""
+
+    def mended(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = tool_function(call)
+        if isinstance(arguments_of(function), dict):
+            return call
+        function = {**function, "arguments": {"arguments": function.get("arguments")}}
+        return {**call, "function": function} if isinstance(call.get("function"), Mapping) else function
+
+    return replace(message, tool_calls=tuple(map(mended, message.tool_calls)))
+
+
 def arguments_of(function: Mapping[str, Any]) -> Any:
     """The arguments as a value, to be compared."""
     try:
@@ -218,37 +231,47 @@ def _as_user(messages: Messages) -> Messages:
     return tuple(replace(m, role="user") if m.role in _SYSTEMS else m for m in messages)
 
 
-def with_single_calls(messages: Messages) -> Messages:
-    """Each call of a message in a message of its own, with its results behind it."""
+def with_calls_apart(messages: Messages) -> Messages:
+    """Each call of a message in a message of its own, with its results behind it, and what is said with calls before
+    them; a reply whose ids are known stays as it is if it has one call."""
     alone: list[Message] = []
     for number, message in enumerate(messages):
         if message.role == "tool" and any(m is message for m in alone):
             continue
-        if len(message.tool_calls) < 2:
+        if not _may_lose(message):
             alone.append(message)
             continue
+        if message.content:
+            alone.append(replace(message, tool_calls=(), ids=None))
+            message = replace(message, content="", thinking=None)
         behind = messages[number + 1 :]
         results = behind[: next((n for n, m in enumerate(behind) if m.role != "tool"), len(behind))]
         for call in message.tool_calls:
             alone.append(replace(message, tool_calls=(call,), ids=None))
             alone += [m for m in results if m.tool_call_id == call.get("id")]
-            message = replace(message, content="", thinking=None)
+            message = replace(message, thinking=None)
     return tuple(alone)
 
 
 def leaves_out(text: str, messages: Messages, *, tells_system: bool) -> bool:
-    """Whether a template has dropped a system prompt, or one of several calls.
+    """Whether a template has dropped a system prompt, a call, or what was said with one.
 
-    Some know no system prompt, or one in front only, and some write one call of a message. Where it `tells_system`, one
-    in front is the template's to rewrite.
+    Some know no system prompt, or one in front only; some write one call of a message, or the text or the call. Where
+    it `tells_system`, one in front is the template's to rewrite.
     """
     systems = [m.content.strip() for m in messages if m.role in _SYSTEMS]
     if tells_system and len(systems) == 1 and messages[0].role in _SYSTEMS:
         systems = []
     if any(x not in text for x in systems):
         return True
-    calls = [arguments_of(tool_function(call)) for m in messages if len(m.tool_calls) > 1 for call in m.tool_calls]
-    return any(not _is_in(text, word) for word in _texts_in(calls))
+    calling = [m for m in messages if _may_lose(m)]
+    calls = [arguments_of(tool_function(call)) for m in calling for call in m.tool_calls]
+    return any(not _is_in(text, part) for part in (*_texts_in(calls), *(m.content.strip() for m in calling)))
+
+
+def _may_lose(message: Message) -> bool:
+    """Of a single call whose reply has ids, these stand in the prompt."""
+    return len(message.tool_calls) > 1 or (len(message.tool_calls) == 1 and message.ids is None)
 
 
 def _texts_in(value: Any) -> list[str]:

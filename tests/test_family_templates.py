@@ -6,6 +6,7 @@ prompt begins with the last one and its reply, so that the cache is used right t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_a_system_prompt_that_the_template_rewrites_stays_one() -> None:
 
 # ---------------------------------------------------------------- calls
 def call(number: int, path: str) -> ToolCall:
-    return ToolCall(id=f"call_{number:024d}", name="get_file", arguments=f'{{"path": "{path}"}}')
+    return ToolCall(id=f"call_{number:024d}", name="get_file", arguments=json.dumps({"path": path}))
 
 
 @every_family
@@ -236,6 +237,31 @@ def test_calls_at_once_and_their_results_are_all_told(name: str) -> None:
     assert 'first "file".txt' in text or 'first \\"file\\".txt' in text
     if name in ("llama3.2", "gpt-oss"):  # which write one call a message: each before its result
         assert text.index("file") < text.index("result one") < text.index("second.txt") < text.index("result two")
+
+
+@every_family
+def test_what_is_said_with_a_call_is_told_beside_it(name: str) -> None:
+    one, family = call(1, "first.txt"), ALL[name]
+    messages = [
+        said("user", "Read it."),
+        Message(role="assistant", content="Let me look.", tool_calls=(one.as_json(),)),
+        Message(role="tool", content="result one", tool_call_id=one.id, name="get_file"),
+        said("assistant", "It is short."),
+        said("user", "And now?"),
+    ]
+    beside = () if name == "mistral-v3" else ("Let me look.",)  # which refuses it in any place
+    assert_tells(family, messages, "Read it.", *beside, "result one", "It is short.", "And now?", tools=TOOLS)
+    assert_tells(family, messages, "Read it.", "first.txt", "result one", tools=TOOLS)
+
+
+@every_family
+@pytest.mark.parametrize("arguments", ['{"path": "a.py', "[1]", "7", ""])
+def test_arguments_that_are_no_object_break_no_prompt(name: str, arguments: str) -> None:
+    """A small model may write them; the tool then says what is wrong."""
+    one = ToolCall(id=f"call_{1:024d}", name="get_file", arguments=arguments)
+    wrong = Message(role="tool", content="no object", tool_call_id=one.id, name="get_file")
+    messages = [said("user", "Read it."), Message(role="assistant", content="", tool_calls=(one.as_json(),)), wrong]
+    assert_tells(ALL[name], messages, "Read it.", "get_file", "no object", tools=TOOLS)
 
 
 def test_a_single_call_is_refused_as_the_template_says() -> None:
