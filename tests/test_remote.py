@@ -337,6 +337,11 @@ def test_a_cancelled_reply_ends_at_once_whatever_the_server_does() -> None:
                 started = perf_counter()
                 asked.cancel.set()
         assert perf_counter() - started < 2
+        # Nor does anything go on waiting for a server that is silent: its connection is closed.
+        for thread in threading.enumerate():
+            if thread.name == "remote":
+                thread.join(5)
+                assert not thread.is_alive()
     text, _, reply = told(events)
     assert (text, reply.text, reply.finish_reason) == ("so far", "so far", "cancelled")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -57,6 +58,40 @@ class _Busy:
 
     reason: str
     retry_after: float | None
+
+
+class _Reading:
+    """The connection of one stream, which its reader waits on and another thread may end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.stopped = False
+
+    def started(self, response: Any) -> None:
+        """The server has answered; what it sends comes over the connection of `response`."""
+        network = response.extensions.get("network_stream")
+        with self._lock:
+            self._socket = network and network.get_extra_info("socket")
+            if self.stopped:
+                self._hang_up()
+
+    def ended(self) -> None:
+        """All has come; the connection is no longer this stream's, and the next request may be sent over it."""
+        with self._lock:
+            self._socket = None
+
+    def stop(self) -> None:
+        """Nothing more is wanted: a reader that waits for a server that says nothing wakes up, and the server sees
+        that nobody listens."""
+        with self._lock:
+            self.stopped = True
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteEngine:
@@ -211,9 +246,8 @@ class RemoteEngine:
     def _items(self, body: dict[str, Any], cancel: threading.Event) -> Iterator[Mapping[str, Any] | _Busy | _Ended]:
         """Chunks as they come, and how it ended; nothing more once it is cancelled."""
         items: queue.SimpleQueue[Mapping[str, Any] | _Busy | _Ended] = queue.SimpleQueue()
-        stop = threading.Event()
-        reader = threading.Thread(target=self._read, args=(body, items, stop), name="remote", daemon=True)
-        reader.start()
+        reading = _Reading()
+        threading.Thread(target=self._read, args=(body, items, reading), name="remote", daemon=True).start()
         try:
             while not (cancel.is_set() or self._closing.is_set()):
                 with contextlib.suppress(queue.Empty):
@@ -222,17 +256,19 @@ class RemoteEngine:
                     if isinstance(item, (_Busy, _Ended)):
                         return
         finally:
-            stop.set()
+            reading.stop()
 
-    def _read(self, body: dict[str, Any], items: queue.SimpleQueue[Any], stop: threading.Event) -> None:
+    def _read(self, body: dict[str, Any], items: queue.SimpleQueue[Any], reading: _Reading) -> None:
         from openai import APIConnectionError, APIError, APIStatusError
 
         try:
             with self._client.chat.completions.create(**body) as stream:
+                reading.started(stream.response)
                 for chunk in stream:
-                    if stop.is_set():
+                    if reading.stopped:
                         return
                     items.put(chunk.model_dump())
+                reading.ended()
             items.put(_Ended())
         except APIStatusError as error:
             if error.status_code in (429, 503):
