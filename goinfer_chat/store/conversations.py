@@ -29,6 +29,7 @@ from goinfer_chat.store.records import (
     ConversationInUseError,
     Fork,
     ModelRef,
+    NotWrittenError,
     SearchHit,
     StoredMessage,
 )
@@ -362,18 +363,22 @@ class Store:
         return None
 
     def _settle_crashed(self) -> None:
-        """End the turns of processes that were killed, so that all who look see what was saved of them."""
+        """End the turns of processes that were killed, so that all who look see what was saved of them.
+
+        Where nothing can be written these turns wait: who only looks sees all the others.
+        """
         with self._database.reading() as connection:
             found = queries.with_running_turn(connection)
-        for id in found:
-            lock = self._lock(id)
-            if not lock.acquire():
-                continue  # it runs
-            try:
-                with self._database.writing() as connection:
-                    queries.settle(connection, id, Settled.CRASHED, self._clock())
-            finally:
-                lock.release()
+        with suppress(NotWrittenError):
+            for id in found:
+                lock = self._lock(id)
+                if not lock.acquire():
+                    continue  # it runs
+                try:
+                    with self._database.writing() as connection:
+                        queries.settle(connection, id, Settled.CRASHED, self._clock())
+                finally:
+                    lock.release()
 
     def _clear_leftovers(self) -> None:
         """Remove what killed processes left: files of conversations that are gone, and conversations without a word."""
@@ -381,19 +386,20 @@ class Store:
         with self._database.reading() as connection:
             empty = queries.empty_ids(connection)
             orphans = with_files - queries.ids(connection)
-        for id in (*orphans, *empty):
-            lock = self._lock(id)
-            if not lock.acquire():
-                continue
-            try:
-                if id in orphans:
-                    files.remove_files(self.folder, id)
+        with suppress(NotWrittenError):  # the next start that can write does it
+            for id in (*orphans, *empty):
+                lock = self._lock(id)
+                if not lock.acquire():
                     continue
-                with self._database.writing() as connection:
-                    if id in queries.empty_ids(connection):
-                        queries.delete_conversation(connection, id)
-            finally:
-                lock.release()
+                try:
+                    if id in orphans:
+                        files.remove_files(self.folder, id)
+                        continue
+                    with self._database.writing() as connection:
+                        if id in queries.empty_ids(connection):
+                            queries.delete_conversation(connection, id)
+                finally:
+                    lock.release()
 
 
 def _runs(pid: int) -> bool:

@@ -9,12 +9,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import UsageError
-from goinfer_chat.store.records import StoreError
+from goinfer_chat.store.file_system import HOW_TO_GO_ON, copies_on_write, is_full, why_not_written
+from goinfer_chat.store.records import NotWrittenError, StoreError
 
 APPLICATION_ID: Final = int.from_bytes(b"giwc", "big")
 """In the header of the file, so that another program's database is never taken for ours."""
@@ -151,7 +152,11 @@ class Database:
         return version
 
     def _use_wal(self) -> None:
-        """A file system that cannot do WAL stays with a rollback journal, which is as safe."""
+        """A file system that cannot do WAL, or not where it is full, has a rollback journal, which is as safe."""
+        if copies_on_write(self.path.parent):
+            with suppress(sqlite3.OperationalError):  # another process uses the log, or the disk is full already
+                self._connection.execute("PRAGMA journal_mode = DELETE")
+            return
         give_up = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -226,7 +231,11 @@ class Database:
         except UnicodeDecodeError as error:  # SQLite reports damage in the words that it found
             raise damaged("text that is not UTF-8") from error
         except sqlite3.Error as error:
-            raise StoreError(f"{self.path}: {_explanation(error)}") from error
+            name = getattr(error, "sqlite_errorname", "")
+            if name.startswith(_UNWRITTEN):
+                said = _unwritten(error, name, why_not_written(self.path.parent))
+                raise NotWrittenError(f"{self.path}: {said}") from error
+            raise StoreError(f"{self.path}: {_explanation(error, name)}") from error
 
 
 def _which_file(path: Path) -> tuple[int, int] | None:
@@ -256,23 +265,25 @@ def _contains(text: str, part: str) -> bool:
     return part.casefold() in text.casefold()
 
 
-_HOW_TO_GO_ON = (
-    "what was saved before stands; make room and go on "
-    "(files there that end in .giw-kv are caches, which may be removed)"
-)
+_UNWRITTEN = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")
 
 
-def _explanation(error: sqlite3.Error) -> str:
-    name = getattr(error, "sqlite_errorname", "")
-    if name == "SQLITE_FULL":
-        # No command of ours can make room here: SQLite does not even open its log on a full disk.
-        return f"the disk is full; {_HOW_TO_GO_ON}"
-    if name.startswith("SQLITE_IOERR"):
-        return f"reading or writing failed (a full disk, a quota or a failing one); {_HOW_TO_GO_ON}"
+def _explanation(error: sqlite3.Error, name: str) -> str:
     if name in ("SQLITE_BUSY", "SQLITE_LOCKED") or name.startswith("SQLITE_BUSY_"):
         return f"another program has been writing for more than {BUSY_SECONDS:.0f} seconds; try again"
-    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return f"it cannot be written ({error}); make it writable, or choose another folder with --session-dir"
     if "no such module" in str(error) or "no such tokenizer" in str(error):
         return f"the SQLite of this Python ({sqlite3.sqlite_version}) lacks full-text search by trigrams; 3.34 has it"
     return f"the file is damaged or not a database ({error}); {_REMEDY}"
+
+
+def _unwritten(error: sqlite3.Error, name: str, reason: OSError | None) -> str:
+    """SQLite says "unable to open database file" of a full disk as of a forbidden one; the system knows which it is."""
+    if reason is not None and is_full(reason):
+        return f"{reason.strerror}; {HOW_TO_GO_ON}"
+    if name == "SQLITE_FULL":
+        # No command of ours can make room here: SQLite does not even open its log on a full disk.
+        return f"the disk is full; {HOW_TO_GO_ON}"
+    if name.startswith("SQLITE_IOERR"):
+        return f"reading or writing failed (a full disk, a quota or a failing one); {HOW_TO_GO_ON}"
+    said = error if reason is None else reason.strerror
+    return f"it cannot be written ({said}); make it writable, or choose another folder with --session-dir"

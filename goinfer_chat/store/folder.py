@@ -25,8 +25,9 @@ import platformdirs
 from engine.errors import UsageError
 from goinfer_chat.files import create_private, make_folder
 from goinfer_chat.store.database import damaged
+from goinfer_chat.store.file_system import HOW_TO_GO_ON, is_full
 from goinfer_chat.store.names import is_id
-from goinfer_chat.store.records import StoreError
+from goinfer_chat.store.records import NotWrittenError, StoreError
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -106,10 +107,9 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or path
-        raise StoreError(
-            f"{os.fsdecode(where)}: {error.strerror or error}; choose another folder with --session-dir"
-        ) from error
+        where = os.fsdecode(error.filename or path)
+        advice = HOW_TO_GO_ON if is_full(error) else "choose another folder with --session-dir"
+        raise NotWrittenError(f"{where}: {error.strerror or error}; {advice}") from error
 
 
 class Lock:

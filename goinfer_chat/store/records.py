@@ -20,6 +20,10 @@ class StoreError(GoinferError):
     """The kept conversations cannot be read or written; what was saved before stands."""
 
 
+class NotWrittenError(StoreError):
+    """There is no room, or no right to write; what is there can be read."""
+
+
 class ConversationInUseError(StoreError):
     """Another process, or another part of this one, goes on with the conversation. `pid` is None if not known."""
 
