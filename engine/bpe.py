@@ -18,7 +18,7 @@ from engine.errors import ModelFileError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """What one value of `tokenizer.ggml.pre` stands for."""
+    """What one value of `tokenizer.ggml.pre` means."""
 
     patterns: tuple[str, ...]
     """Each splits what the one before left, keeping both matches and what is between them."""
@@ -108,7 +108,7 @@ PRE_TOKENIZERS = {
     "hunyuan-dense": _DEEPSEEK3_SPLIT,
 }
 """`tokenizer.ggml.pre` -> how text is split. Sources: the models' own tokenizer.json, and llama.cpp's
-src/llama-vocab.cpp for which name stands for which; "default" is llama.cpp's own."""
+src/llama-vocab.cpp for which name means which; "default" is llama.cpp's own."""
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:

@@ -104,7 +104,7 @@ class ListRules:
         return dict(sorted(named.items(), key=lambda item: item[0].lower())) if self._form.sorts else named
 
     def _others(self, case: Mapping[str, Any], *, inside: bool) -> str | None:
-        """A rule for an argument that the schema does not name; None where there are none."""
+        """A rule for an argument that the schema does not name; None if it allows no such argument."""
         if "patternProperties" in case:
             raise self._refuse("patternProperties")
         rest = case.get("additionalProperties", True)
@@ -149,7 +149,7 @@ class ListRules:
         return self._made[key]
 
     def _other(self, case: dict[str, Any]) -> str:
-        """A value that is no text."""
+        """A value that is not a text."""
         form, kind = self._form, case["type"]
         if kind in ("boolean", "null"):
             values = case.get("enum", [None] if kind == "null" else [True, False])

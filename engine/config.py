@@ -199,7 +199,7 @@ class ModelConfig:
     num_shared_layers: int = 0
     """The last so many layers have no keys and values: `kv_layer` says whose they look at."""
     layer_embedding_size: int = 0
-    """Of the embeddings that a token has for each layer; 0: there are none."""
+    """Size of the embedding that each token has for each layer; 0 where the model has none."""
     unsaid_ids: tuple[int, ...] = ()
     """Tokens that the model must not say: their logits are UNSAID."""
     delta: DeltaSizes | None = None

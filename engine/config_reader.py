@@ -107,7 +107,7 @@ class ConfigReader:
         ffn_sizes, experts = self._feed_forward(layers)
         embedding = self.gguf.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
-            raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is no matrix")
+            raise ModelFileError(f"{self.file}: tensor token_embd.weight is missing or is not a matrix")
         self._check_sections()
         name = self.gguf.metadata.get("general.name")
         context = self.integer("context_length", 2048, most=MAX_CONTEXT)

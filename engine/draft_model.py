@@ -34,7 +34,7 @@ MAX_ROWS = 256
 """Positions read in one go: a fraction of a second, so that a cancellation is seen in time."""
 
 GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""How far the best logit is above the second best, in classes that are told apart: 7 with those beyond."""
+"""How far the best logit is above the second best, sorted into classes: these limits and all beyond make 7."""
 
 
 def confidence(logits: NDArray[np.float32]) -> int:

@@ -85,20 +85,20 @@ def _check_json(value: Any, what: str) -> None:
             continue
         if isinstance(item, float):
             if not math.isfinite(item):
-                raise SchemaError(f"{what} holds {item}, which is no JSON number")
+                raise SchemaError(f"{what} holds {item}, which is not a JSON number")
             continue
         if depth > MAX_DEPTH:
             raise SchemaError(f"{what} is nested more than {MAX_DEPTH} levels deep")
         if isinstance(item, Mapping):
             for key in item:
                 if not isinstance(key, str):
-                    raise SchemaError(f"{what} has a key that is no text")
+                    raise SchemaError(f"{what} has a key that is not a text")
                 _check_unicode(key, what)
             todo.extend((child, depth + 1) for child in item.values())
         elif isinstance(item, (list, tuple)):
             todo.extend((child, depth + 1) for child in item)
         else:
-            raise SchemaError(f"{what} holds a {type(item).__name__}, which is no JSON value")
+            raise SchemaError(f"{what} holds a {type(item).__name__}, which is not a JSON value")
 
 
 def _check_unicode(text: str, what: str) -> None:

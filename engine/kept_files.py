@@ -386,7 +386,7 @@ class KeptTurn:
 
 
 def _of_another(file: KVFile, table: BlockTable) -> str | None:
-    """What is said of K/V that another backend computed."""
+    """The notice about K/V that another backend computed."""
     if file.maker is None or not table.adopted:
         return None
     return f"computed by {file.maker}, so words may differ from those of a prompt that is read here"

@@ -51,7 +51,7 @@ class KeptFile:
 
 
 def path_of(folder: Path, conversation: str) -> Path:
-    """The file of a conversation. Raises UsageError for a name that is no plain file name."""
+    """The file of a conversation. Raises UsageError for a name that is not a plain file name."""
     if not _NAME.fullmatch(conversation):
         shown = "".join(c if c.isprintable() else "?" for c in conversation[:MAX_NAME])
         raise UsageError(

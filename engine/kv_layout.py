@@ -24,7 +24,7 @@ from engine.kernels.kv_types import runs_of
 from engine.kv_cache import BLOCK_SIZE
 
 MAGIC, VERSION = b"GIW kv cache", 3
-"""A file has the first version that can say what it holds: 2 with running states, 3 where layers are not all alike."""
+"""A file has the first version that can say what it holds: 2 with running states, 3 where layers differ in shape."""
 NUMERICS_VERSION = 2
 """Raised whenever the same model and ids may give other bits of K or V than before."""
 MAX_HEADER_BYTES, MAX_LAYERS = 2048, 1024
@@ -63,7 +63,7 @@ class KVLayout:
 
     layers: tuple[Parts, ...]
     state_bytes: int = 0
-    """Of the running state that other layers of the model keep; 0: there are none."""
+    """Bytes of the running state that the model's other layers keep; 0 if it has none."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_type: KVType) -> KVLayout:

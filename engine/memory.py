@@ -139,7 +139,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes this process may still use, less a reserve for what is not weights or K/V; None where nothing says so.
+    """Bytes this process may still use, less a reserve for all but weights and K/V; None if the system does not say.
 
     The least of: what the system has left (MemAvailable, or physical memory where that is not told), what the control
     groups leave (v1 and v2, the process's own and those above it), and the limit on address space.

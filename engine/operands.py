@@ -63,7 +63,7 @@ class Operands:
         return self.keep(weights)
 
     def bias(self, layer: int) -> int:
-        """Address of the biases of q, k and v in a row, or 0 if there are none."""
+        """Address of the biases of q, k and v in a row; 0 if the model has none."""
         heads = self._config.heads[layer]
         sizes = {"q": self._config.num_heads * heads.dim, "k": heads.keys, "v": heads.keys}
         whole = f"blk.{layer}.attn_qkv.bias"

@@ -53,9 +53,9 @@ class Prompt:
     dialect: Dialect = PLAIN
 
     def variables(self, marking: Marking | None = None) -> dict[str, Any]:
-        """The names that the template knows, as JSON values. Raises UsageError for what is no JSON value."""
+        """The names that the template knows, as JSON values. Raises UsageError for anything else."""
         if taken := {"messages", "tools"} & set(self.arguments):
-            raise UsageError(f"{taken.pop()!r} is no template argument: it is given already")
+            raise UsageError(f"{taken.pop()!r} cannot be a template argument: the program sets it")
         marking = marking if marking is not None else Marking()
         return {
             **{name: _json(value, marking.text) for name, value in self.arguments.items()},
@@ -216,7 +216,7 @@ _SYSTEMS = ("system", "developer")
 
 
 def forms_of(messages: Messages, *, knows_developer: bool) -> list[Messages]:
-    """The forms that `ChatTemplate.encode` tells of, each once."""
+    """The forms of messages that `ChatTemplate.encode` tries, each once."""
     if not knows_developer:
         messages = tuple(replace(m, role="system") if m.role == "developer" else m for m in messages)
     first = next((n for n, m in enumerate(messages) if m.role not in _SYSTEMS), len(messages))

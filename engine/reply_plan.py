@@ -78,7 +78,7 @@ class ReplyPlan:
         return [ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text) for name, text in calls]
 
     def call_matcher(self, text: str, bare: tuple[str, int] | None) -> Matcher | None:
-        """For a call that the model has begun with `text`; None where that is no beginning of a call of these tools."""
+        """For a call that the model has begun with `text`; None if no call of these tools can begin like that."""
         assert self.form is not None
         assert self.compiler is not None
         if bare is None:

@@ -64,7 +64,7 @@ def yarn_shares(base: float, dim: int, context: int, fast: float, slow: float) -
 
 
 def yarn_magnitude(scale: float, multiplier: float) -> float:
-    """0.1 multiplier ln(scale) + 1, and 1 for what is not stretched (Peng et al. 2023, equation 22)."""
+    """0.1 multiplier ln(scale) + 1, and 1 where the context is not stretched (Peng et al. 2023, equation 22)."""
     if scale <= 1:
         return 1.0
     return float(1 + _CONTEXT.multiply(decimal.Decimal(0.1 * multiplier), _CONTEXT.ln(decimal.Decimal(scale))))

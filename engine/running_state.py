@@ -55,7 +55,7 @@ class _Step:
 
 
 class RunningState:
-    """Of one table. It is told of lengths; ids are the table's business."""
+    """The states of one conversation. It knows lengths only; which ids they belong to is the table's business."""
 
     def __init__(self, pool: StatePool) -> None:
         self.checkpoints: list[Checkpoint] = []  # ascending

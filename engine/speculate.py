@@ -29,7 +29,7 @@ from engine.kv_cache import BlockTable
 from engine.ngram import NgramIndex
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Rows of a step that are told apart; kernels work on 8 rows at once, so what lies between costs about the next one."""
+"""Row counts that are timed apart; kernels work on 8 rows at once, so what lies between costs about the next one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,7 +389,7 @@ class _Metadata:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
-            raise ModelFileError(f"tokenizer.ggml.{key} is {value!r}, which is no id of {vocab_size} tokens")
+            raise ModelFileError(f"tokenizer.ggml.{key} is {value!r}, not the id of one of {vocab_size} tokens")
         return value
 
 

@@ -50,9 +50,9 @@ class Ask:
 
 
 def tools_of(settings: Settings) -> AbstractContextManager[Toolbox | None]:
-    """The tools that the settings name, open; None where they name none.
+    """The tools that the settings name, opened; None if they name none.
 
-    For before a model is loaded: what is wrong with them is said at once. Raises UsageError.
+    Called before a model is loaded, so that a mistake in them is reported at once. Raises UsageError.
     """
     if not settings.tools:
         return nullcontext()
@@ -76,7 +76,7 @@ class Agent:
     ) -> None:
         """`engines`: where `engine` comes from, if another one can take its place. `toolbox`: if it is open already.
 
-        Raises UsageError for tools that cannot be had.
+        Raises UsageError for tools that are not there.
         """
         self.engine = engine
         self.settings = settings
@@ -112,12 +112,12 @@ class Agent:
 
     @property
     def live(self) -> LiveConversation | None:
-        """The conversation that goes on; None until something is said in a new one."""
+        """The current conversation; None until a new one has its first message."""
         return self.conversations.live
 
     @property
     def doubt(self) -> str:
-        """What is asked of this model though it is not known to do it; empty for nothing."""
+        """A warning about what the settings ask of this model and it may not be able to do; empty for none."""
         vain = self.settings.think == "on" and not self.engine.info.thinks
         return "think on; this model is not known to think" if vain else ""
 
@@ -216,7 +216,7 @@ class Agent:
                 raise
 
     def _keep_results(self, live: LiveConversation, results: Sequence[Message]) -> None:
-        """Results of tools that no reply follows."""
+        """Keep results of tools that no reply follows."""
         with live.reply_to(results, model=self.model):
             pass
 
@@ -327,7 +327,7 @@ class Agent:
     # -- conversations -------------------------------------------------------------------------------------------------
 
     def new(self) -> None:
-        """Begin anew; the system prompt stays. A conversation that is not kept is gone."""
+        """Begin a new conversation with the same system prompt. An old one that was not kept is gone."""
         live, kept = self.live, self.conversations.is_kept
         self.conversations.leave()
         self._unanswered = None
@@ -335,13 +335,13 @@ class Agent:
             self.engine.forget(live.id)
 
     def resume(self, key: str | None) -> LiveConversation:
-        """Go on with another one, under its own system prompt; None: the one used last. Raises what Store.open does."""
+        """Continue another one, under its own system prompt; None: the one used last. Raises what Store.open does."""
         live = self.conversations.resume_latest() if key is None else self.conversations.resume(key)
         self._enter(live)
         return live
 
     def fork(self, name: str | None) -> Fork:
-        """Go on with a copy. Raises UsageError."""
+        """Continue in a copy. Raises UsageError."""
         with self._moving():
             return self.conversations.fork(name)
 
@@ -398,7 +398,7 @@ class Agent:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def use_model(self, name: str) -> None:
-        """Go on with another model: what was said is read again. Raises what loading it raises; then nothing changes.
+        """Switch to another model, which reads all again. Raises what loading it raises; then nothing changes.
 
         What the engine of the last one had in memory is gone, and its files stay. A template and a draft model that
         were given at the start are for the model of the start.

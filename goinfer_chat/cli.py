@@ -84,7 +84,7 @@ def _run(app: typer.Typer) -> int:
 
 
 def _advice(error: typer.TyperException) -> str:
-    """Whoever types a question where a command is expected is told how to ask it."""
+    """Somebody who types a question where a command is expected is shown how to ask it."""
     usage = "goinfer-chat --help shows the usage"
     is_lone_word = error.format_message().startswith("No such command") and "Did you mean" not in error.format_message()
     return f'goinfer-chat run "QUESTION" asks a question, and {usage}' if is_lone_word else usage

@@ -25,12 +25,12 @@ everything would be read again."""
 
 
 def of_today() -> dict[str, Any]:
-    """The settings of a conversation that begins."""
+    """The settings to keep with a new conversation."""
     return {DATE: datetime.now().astimezone().date().isoformat()}
 
 
 class Conversations:
-    """The present conversation, `live`: None until something is said in a new one.
+    """The present conversation, `live`: None until a new one has its first message.
 
     keep      whether new conversations are kept
     problem   why they are not, though they should be
@@ -79,7 +79,7 @@ class Conversations:
 
     @property
     def is_kept(self) -> bool:
-        """Whether what is said next is kept."""
+        """Whether the next message is kept."""
         return self.keep if self.live is None else not isinstance(self.live, UnkeptConversation)
 
     @property
@@ -92,7 +92,7 @@ class Conversations:
         return self.store.recent(limit)
 
     def begin(self, *, name: str | None = None, system: str | None = None) -> LiveConversation:
-        """A new conversation, where none goes on; one with a name is kept. Raises UsageError for a wrong name."""
+        """Begin a new conversation if there is none; one with a name is kept. Raises UsageError for a wrong name."""
         assert self.live is None
         settings = of_today()
         if self.keep or name is not None:
@@ -102,7 +102,7 @@ class Conversations:
         return self.live
 
     def resume(self, key: str) -> LiveConversation:
-        """Go on with a kept one. Raises UsageError, or ConversationInUseError."""
+        """Continue a kept one. Raises UsageError, or ConversationInUseError."""
         conversation = self.store.find(key)
         if self.live is not None and self.live.id == conversation.id:
             raise UsageError(f"{conversation.name!r} is the conversation you are in already")
@@ -112,7 +112,7 @@ class Conversations:
         return live
 
     def resume_latest(self) -> LiveConversation:
-        """Go on with the one used last, other than the present one. Raises UsageError when there is none."""
+        """Continue the one used last, other than the present one. Raises UsageError when there is none."""
         return self.resume(self.latest().id)
 
     def latest(self) -> Conversation:
@@ -124,7 +124,7 @@ class Conversations:
         return latest
 
     def leave(self) -> None:
-        """Nothing goes on; the next thing said begins a new conversation."""
+        """Leave the present conversation; the next message begins a new one."""
         if self.live is not None:
             live, self.live = self.live, None
             live.close()
@@ -142,7 +142,7 @@ class Conversations:
         return self.live.info.name or name
 
     def fork(self, name: str | None) -> Fork:
-        """Another one with the same words goes on in its place. Raises UsageError."""
+        """Continue in a copy with the same words. Raises UsageError."""
         if not self.is_kept:
             raise UsageError("this conversation is not kept; /rename NAME keeps it, then it can be forked")
         if self.live is None:

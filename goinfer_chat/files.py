@@ -20,7 +20,7 @@ _BINARY: Final = getattr(os, "O_BINARY", 0)
 
 
 class NoFolderError(NotADirectoryError):
-    """Something that is no folder, `filename`, stands where one is needed."""
+    """`filename` is where a folder is needed, and is not one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.ENOTDIR, "it is not a folder", str(path))

@@ -83,7 +83,7 @@ def run(settings: Settings, make_engine: EngineFactory, text: str | None, attach
 
 
 def text_of(text: str | None) -> str | None:
-    """What was asked on the command line: `-`, or nothing where no terminal is, stands for all of standard input."""
+    """What was asked on the command line: `-`, or nothing without a terminal, means all of standard input."""
     if text == "-" or (text is None and not sys.stdin.isatty()):
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     return None if text is None else true_text(text)

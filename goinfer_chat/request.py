@@ -1,4 +1,4 @@
-"""The part of a request that the prompt is made of: messages, tools, and what the chat template is told."""
+"""The part of a request that the prompt is made of: messages, tools, and the values for the chat template."""
 
 from __future__ import annotations
 

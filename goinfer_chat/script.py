@@ -19,7 +19,7 @@ from engine.errors import UsageError
 class Turn:
     text: str
     literal: bool = field(default=False, compare=False)
-    """From a block, in which nothing stands for something else."""
+    """Lines of a block, in which nothing is replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ def save_settings(path: Path, values: Mapping[str, Any], profile: str | None = N
 
 
 def not_written(path: Path, error: Exception) -> UsageError:
-    """What is said of a settings file that could not be written."""
+    """The message about a settings file that could not be written."""
     advice = "; --config FILE names another place" if isinstance(error, NoFolderError) else ""
     return UsageError(f"{true_text(str(path))} cannot be written: {reason_of(error)}{advice}")
 

@@ -61,7 +61,7 @@ def sanitize(text: str, *, terminal: bool) -> str:
 
 
 def true_text(text: str) -> str:
-    """An argument, variable or typed line as UTF-8 text, whatever the locale; bytes that are none become U+FFFD.
+    """An argument, variable or typed line as UTF-8 text, whatever the locale; bytes that are not UTF-8 become U+FFFD.
 
     In a locale without UTF-8 Python hands over each such byte as a lone surrogate. Others, as JSON can spell them,
     become U+FFFD too.

@@ -304,7 +304,7 @@ def test_what_came_of_a_stream_that_breaks_off_is_kept_and_told(rest: str) -> No
     with remote(breaks_off("half ", "a rep", rest=rest)) as (engine, _):
         text, notices, reply = told(list(engine.generate(request())))
     assert (text, reply.text, reply.finish_reason) == ("half a rep", "half a rep", "dropped")
-    assert "broke off; what came of the reply is kept" in notices[0]
+    assert "broke off; the part of the reply that had come is kept" in notices[0]
 
 
 @pytest.mark.parametrize(

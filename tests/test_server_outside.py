@@ -65,7 +65,7 @@ def test_what_is_no_http_is_told_so_in_json_and_fills_no_log(server: Process) ->
     ):
         status, told = exchange(server, raw)
         assert status == 400, raw
-        assert "no HTTP request" in told["error"]["message"]
+        assert "not an HTTP request" in told["error"]["message"]
     upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk", "Content-Length: 2")
     assert exchange(server, head(*upgrade) + b"{}")[0] == 400
     assert server.ask(ROUTE, asked("good")).status == 200

@@ -138,7 +138,7 @@ class McpServers:
         )
 
     def _await(self, call: Coroutine[Any, Any, _Value], context: ToolContext) -> _Value | ToolResult:
-        """What a call gives, or how it ended before; left early, the server is told."""
+        """What a call gives, or how it ended without a result; the server is told of a call that was left early."""
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         deadline = time.monotonic() + context.timeout_seconds
         while True:
@@ -204,7 +204,7 @@ async def _list(client: Client) -> list[Any]:
 
 
 def _result(answer: CallToolResult) -> ToolResult:
-    """Texts as they are; what is no text is named, not shown."""
+    """Texts as they are; other content is named, not shown."""
     parts = []
     for content in answer.content:
         match content.type:

@@ -17,7 +17,7 @@ _SHOWN: Final = 200
 
 
 def check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Raises ToolSetupError for what is no JSON schema."""
+    """Raises ToolSetupError for anything but a JSON schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 

@@ -208,7 +208,7 @@ class RemoteEngine:
             if "seed" in body:
                 body["seed"] += 1  # the same seed would say the same
         if reason is None:
-            yield Notice(f"the stream of {self._host} broke off; what came of the reply is kept")
+            yield Notice(f"the stream of {self._host} broke off; the part of the reply that had come is kept")
         reply = incoming.reply(reason or "dropped")
         for call in reply.tool_calls:
             yield ToolCallReady(call)
@@ -348,7 +348,7 @@ def _message(body: object) -> str:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Of a Retry-After header; None for a date, or what is no number."""
+    """Seconds in a Retry-After header; None for a date or anything else that is not a number."""
     try:
         return max(0.0, float(text)) if text is not None else None
     except ValueError:

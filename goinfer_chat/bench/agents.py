@@ -36,7 +36,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much is said, in tokens of the model. Raises UsageError."""
+    """How long the messages are, in tokens of the model. Raises UsageError."""
 
     conversations: int = 3
     turns: int = 10

@@ -1,4 +1,4 @@
-"""A peer doing what it is told and timing it: run by `peer_process.py` with a Python that has the peer's library.
+"""Runs a peer as asked and times it: started by `peer_process.py` with a Python that has the peer's library.
 
     python peer.py PEER MODEL.gguf THREADS POSITIONS
 

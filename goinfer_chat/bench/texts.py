@@ -1,4 +1,4 @@
-"""What is said to a model while it is timed: code to copy, ordinary questions, a long plain text. All of it ours."""
+"""The texts a model is given while it is timed: code to copy, ordinary questions, a long plain text. All of it ours."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _all_text(value: Any) -> bool:
 
 
 def _expanded(values: Mapping[str, str], where: str) -> dict[str, str]:
-    """`$NAME` stands for a variable of the environment, so that no secret has to be in the file."""
+    """`$NAME` is replaced by an environment variable, so that no secret has to be in the file."""
     found = {}
     for key, value in values.items():
         found[key] = os.path.expandvars(value)

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes that are here, bytes of the whole), some times a second."""
 
 Say = Callable[[str], None]
-"""Called with one line a person should see: a source that failed, another process that is waited for."""
+"""Called with one line a person should see: a source that failed, waiting for another process."""
 
 CHUNK_BYTES = 1 << 20
 

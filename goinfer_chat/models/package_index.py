@@ -33,7 +33,7 @@ Arrived = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipSettings:
-    """What pip is told by its files and its environment about the way to the index."""
+    """How pip's own files and environment say the index is to be reached."""
 
     index_urls: tuple[str, ...]
     proxy: str | None

@@ -23,7 +23,7 @@ class LineCleared(Exception):  # noqa: N818 - not an error
 
 
 class KeyLine(Exception):  # noqa: N818 - not an error
-    """A function key stands for this line; the draft waits for the next prompt."""
+    """A function key enters this line; a draft being typed comes back at the next prompt."""
 
     def __init__(self, line: str, draft: Document) -> None:
         self.line = line

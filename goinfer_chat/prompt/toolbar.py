@@ -22,7 +22,7 @@ MIN_COLUMNS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionKey:
-    """A key that stands for a line, or that goes to the next choice of a setting."""
+    """A key that types a line for you, or goes to the next value of a setting."""
 
     key: str
     label: str

@@ -1,4 +1,4 @@
-"""How many replies run and how many requests wait. Who finds no place is told so at once, and when to come again."""
+"""How many replies run and how many requests wait. Without a place it is refused at once."""
 
 from __future__ import annotations
 

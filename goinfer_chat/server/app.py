@@ -34,7 +34,7 @@ class Application:
     context: Context
 
     async def stop(self) -> None:
-        """End what is generated: each client is told, and each conversation is saved."""
+        """End all replies that are being generated: clients get an error, conversations are saved."""
         self.context.closing = True
         tasks = [*self.context.running]
         for task in tasks:

@@ -197,7 +197,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def logprobs_object(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Log probabilities of each token: its bytes, and as text with U+FFFD where they are none."""
+    """Log probabilities of each token: as bytes, and as text with U+FFFD where the bytes are not UTF-8."""
 
     def token(entry: Any) -> dict[str, Any]:
         text = entry.piece.decode("utf-8", "replace")

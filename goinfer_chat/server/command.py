@@ -220,7 +220,7 @@ def _load(name: str, settings: Settings, options: ServeOptions, make_engine: Eng
 
 
 def _slug(name: str) -> str:
-    """A folder's name for a model's; names that are none get a hash, so that no two have the same."""
+    """A folder's name for a model's; names that cannot be a folder's get a hash, so that no two share one."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:60]
     return plain if plain == name else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 

@@ -241,5 +241,5 @@ def logprob(value: float) -> float:
 
 
 def timings(reply: Reply) -> dict[str, Any]:
-    """The figures of a reply under our own names; what is not known is left out."""
+    """The figures of a reply under our own names; those that are not known are left out."""
     return {name: value for name, value in asdict(reply.stats).items() if value is not None}

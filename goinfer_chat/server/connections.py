@@ -64,9 +64,9 @@ class Connection(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so as every other error; once an answer has begun there is no place for another."""
+        """Bytes that are not HTTP get an error like any other, unless an answer has begun already."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            told = ApiError(400, "this is no HTTP request that can be read, or its length is not stated rightly")
+            told = ApiError(400, "this is not an HTTP request that can be read, or its stated length is wrong")
             raw = json.dumps(told.as_openai()).encode()
             fields = {"content-type": "application/json", "content-length": str(len(raw)), "connection": "close"}
             head = h11.Response(status_code=400, headers=list(fields.items()), reason="Bad Request")
@@ -128,7 +128,7 @@ def most_connections() -> int:
 
 
 def connection_settings(most: int, idle_seconds: float = IDLE_SECONDS) -> dict[str, Any]:
-    """What uvicorn's config is told about connections."""
+    """The settings of uvicorn that are about connections."""
     return {
         "http": Connection,
         "limit_concurrency": most,
@@ -136,7 +136,7 @@ def connection_settings(most: int, idle_seconds: float = IDLE_SECONDS) -> dict[s
         "backlog": ACCEPT_AT_ONCE,
         "h11_max_incomplete_event_size": 64 * 1024,
         "log_config": None,
-        "log_level": "error",  # a warning for each request that is no HTTP would let clients fill the log
+        "log_level": "error",  # a warning for each request that is not HTTP would let clients fill the log
         "ws": "none",
         "access_log": False,
         "lifespan": "off",

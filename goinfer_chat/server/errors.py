@@ -1,4 +1,4 @@
-"""What a client is told when something cannot be done: a status, one sentence, the field that is meant.
+"""What a client is told when something cannot be done: a status, one sentence, and the field it is about.
 
 No traceback and no path of this machine leaves it: only errors that are written for people are passed on.
 """

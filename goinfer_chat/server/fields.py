@@ -170,7 +170,7 @@ class Fields:
 
 
 def checked_text(value: object, name: str) -> str:
-    """Raises ApiError for what is no text, or holds half a surrogate pair."""
+    """Raises ApiError for anything but a text, and for half a surrogate pair."""
     if not isinstance(value, str):
         raise invalid(name, f"must be a text, not {kind_of(value)}")
     try:

@@ -321,7 +321,7 @@ def _input(call: ToolCall) -> Any:
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    """Anthropic counts what came from a cache apart."""
+    """Anthropic counts tokens from a cache separately."""
     stats = reply.stats
     return {
         "input_tokens": stats.prefill_tokens,

@@ -217,7 +217,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host field without its port; what is no name and port is taken as a name whole."""
+    """The name of a Host field without its port; anything else than name and port is taken whole."""
     match = re.fullmatch(r"(?:\[([^]]*)\]|([^:]*))(?::[0-9]*)?", host)
     return (match[1] or match[2] or "").lower() if match else host
 

@@ -155,7 +155,7 @@ class Answer(Response):
             if request.messages:
                 setting = [request.tools, request.template_kwargs]
                 turn = transcripts.begin(request.messages, setting)
-                # Further choices leave nothing behind; a name that is no file's keeps them off the disk.
+                # Further choices are not kept: a conversation whose name cannot be a file's stays off the disk.
                 name = turn.name if number == 0 else f".{turn.name}"
                 requests.append(replace(request, messages=turn.messages, conversation=name))
                 turns.append(turn)

@@ -1,4 +1,4 @@
-"""Slash commands about conversations: which one goes on, what is said in it again, what becomes of it."""
+"""Slash commands about conversations: choosing one, saying something in it again, keeping, copying and removing it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_RECENT: Final = 3
 EARLIER: Final = "Earlier conversations (/resume NAME continues one, /sessions lists all):"
 
 
-# -- what is said about the conversation that goes on ------------------------------------------------------------------
+# -- how a conversation is named to the user ---------------------------------------------------------------------------
 
 
 def called(agent: Agent) -> str:
@@ -67,7 +67,7 @@ def recent(agent: Agent) -> list[str]:
     return [EARLIER, *lines] if lines else []
 
 
-# -- which one goes on -------------------------------------------------------------------------------------------------
+# -- choosing one ------------------------------------------------------------------------------------------------------
 
 
 def _new(agent: Agent, _argument: str) -> Outcome:
@@ -121,7 +121,7 @@ def _delete(agent: Agent, argument: str) -> Outcome:
     return Outcome(f"Deleted {name}." if complete else f"Deleted {name}; {TRACES_LEFT}.")
 
 
-# -- what is said again ------------------------------------------------------------------------------------------------
+# -- saying something again --------------------------------------------------------------------------------------------
 
 
 def _undo(agent: Agent, argument: str) -> Outcome:

@@ -87,7 +87,7 @@ class Store:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def recent(self, limit: int | None = None) -> list[Conversation]:
-        """Conversations that something was said in, the one used last first."""
+        """Conversations with messages, the one used last first."""
         self._settle_crashed()
         with self._database.reading() as connection:
             return queries.recent(connection, limit)
@@ -338,9 +338,9 @@ class Store:
         return lock
 
     def _holder(self, id: str) -> int | None:
-        """Who goes on with a conversation; None where that does not come out.
+        """Who goes on with a conversation; None if it cannot be found out.
 
-        It is written down when the lock has been taken. Until then, what is there names a process that has ended.
+        It is written down once the lock is taken; until then the file names a process that has ended.
         """
         for _ in range(10):
             with self._database.reading() as connection:

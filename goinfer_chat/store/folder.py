@@ -45,7 +45,7 @@ def session_folder(chosen: str | None = None) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder and an empty database if they are missing, and all of it its owner's alone. Raises StoreError."""
+    """Make the folder and an empty database if missing, and let only their owner read them. Raises StoreError."""
     with explained(folder):
         make_folder(folder)
         info = folder.stat()
@@ -113,7 +113,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 class Lock:
-    """That one process alone goes on with a conversation. The system takes it back from a process that is killed."""
+    """A lock file, so that one process at a time continues a conversation. It ends with its process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

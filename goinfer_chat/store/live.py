@@ -44,7 +44,7 @@ class LiveConversation:
 
     @property
     def info(self) -> Conversation:
-        """How it stands. Raises StoreError."""
+        """Its name, size and times, as lists show them. Raises StoreError."""
         with self._database.reading() as connection:
             found = queries.conversation(connection, self.id)
         if found is None:
@@ -72,7 +72,7 @@ class LiveConversation:
         return self._questions()[-1]
 
     def reply_to(self, messages: Sequence[Message], *, after: int | None = HEAD, model: ModelRef) -> ReplyDraft:
-        """Begin a turn: what is said is saved at once, and what the model answers becomes the next message.
+        """Begin a turn: the user's message is saved at once, and the model's answer becomes the next message.
 
         `after` is the message it follows: the last one; another one begins a branch, and None a new first message.
         To try again, say nothing after `last_question().id`. Nothing is overwritten, and the conversation stands
@@ -100,7 +100,7 @@ class LiveConversation:
         return self._draft
 
     def undo(self, turns: int = 1) -> list[StoredMessage]:
-        """Stand before the user's last message, or before the one `turns` back. Returns what is left behind.
+        """Go back to before the user's last message, or the one `turns` back. Returns what is left behind.
 
         Raises UsageError when there are not so many turns.
         """

@@ -142,7 +142,7 @@ def model_columns(model: ModelRef | None) -> tuple[str | None, str | None]:
 
 
 def calls_column(message: Message) -> str | None:
-    """The tool calls of a message as a JSON array; None where there are none."""
+    """The tool calls of a message as a JSON array; None if it has none."""
     return json.dumps([dict(call) for call in message.tool_calls]) if message.tool_calls else None
 
 

@@ -1,4 +1,4 @@
-"""What a person searches for, and how a message that has it is shown."""
+"""The terms of a search, and the line of a message that shows where it has them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _IN_MEMORY: Final = Path(":memory:")
 
 
 class UnkeptConversation(LiveConversation):
-    """What a script or a chat that keeps nothing goes on with. `as_new` is for keeping it after all."""
+    """The conversation of a script, or of a chat that keeps nothing. `as_new` is for keeping it after all."""
 
     def __init__(self, *, system: str | None = None, settings: Mapping[str, Any] | None = None) -> None:
         database, id = Database(_IN_MEMORY), secrets.token_hex(8)

@@ -27,7 +27,7 @@ NARROWEST: Final = 20
 """Columns; narrower screens than this are not prepared for."""
 
 CALM_SECONDS: Final = 0.4
-"""After a change of the size. tmux breaks rows at once, but tells of a new size only each 250 ms."""
+"""After a change of the size. tmux breaks rows at once, but reports a new size only every 250 ms."""
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"
@@ -75,7 +75,7 @@ class LiveRegion:
         return len(live) < size[1] and survives(live, size, self._stream.rows_above)
 
     def show(self, final: Sequence[Line], live: Sequence[Line]) -> None:
-        """Put final rows where the region is and the region below them; of a region too tall the end is shown."""
+        """Put final rows where the region is and the region below them; if the region is too tall, its end is shown."""
         size = self._stream.size
         columns, drawn = max(size[0] - 1, 1), bool(self._drawn)
         above = self._stream.rows_above + len(final)

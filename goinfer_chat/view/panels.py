@@ -132,7 +132,7 @@ def _now(figures: TurnFigures, columns: int, now: float) -> Iterator[Line]:
 
 
 def _read(progress: PrefillProgress, columns: int) -> str:
-    """As much as fits."""
+    """How far the prompt is read, with as many figures as fit."""
     counts, share = f"{progress.done:,} of {progress.total:,}", f"({progress.done / max(progress.total, 1):.0%})"
     reused = f", {progress.reused:,} of them reused" if progress.reused else ""
     texts = (f"reading the prompt: {counts} tokens{reused} {share}", f"reading: {counts} {share}", f"{counts} {share}")

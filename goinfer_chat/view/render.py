@@ -221,7 +221,7 @@ def closing_line(reply: Reply, columns: int = 1000) -> str:
 
 
 def call_object(call: ToolCall) -> dict[str, Any]:
-    """A call as --json shows it: the arguments as an object, or as text where they are none."""
+    """A call as --json shows it: the arguments as an object, or as text if they are not JSON."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
         arguments = json.loads(call.arguments or "{}")
@@ -235,7 +235,7 @@ def prefill_line(progress: PrefillProgress) -> str:
 
 
 def stats_line(reply: Reply, columns: int = 1000) -> str:
-    """The figures of a turn on one line, as many as fit; what is not known is left out.
+    """The figures of a turn on one line, as many as fit; those that are not known are left out.
 
     What was reused goes last of all: it says whether the turn cost only what was added to it.
     """
@@ -321,7 +321,7 @@ _KEYS: Final = ("/help lists the commands", "; Ctrl-C stops a reply", ", Ctrl-D 
 
 
 def notices(info: ModelInfo) -> list[str]:
-    """What a person should know where there is no banner: what could not be had as it was asked for."""
+    """What a person should know where there is no banner: what could not be done as it was asked for."""
     return [*info.notices, *([info.session_reuse] if info.fewer_sessions else [])]
 
 
@@ -379,7 +379,7 @@ def exit_code(error: Exception) -> int:
 
 
 def report_error(error: Exception, side: Stream, advice: str = "") -> None:
-    """One line for a person; GOINFER_CHAT_DEBUG=1 adds the traceback of an error nobody foresaw.
+    """One line for a person; GOINFER_CHAT_DEBUG=1 adds the traceback of an unexpected error.
 
     `advice`: what can be done just there, behind what the error says.
     """

@@ -1,4 +1,4 @@
-"""What /stats shows: the turns of the conversation as small charts, and what they come to."""
+"""What /stats shows: the turns of the conversation as small charts, and their totals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stats_panel(turns: Sequence[TurnStats], columns: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of a conversation, over the turns that know a figure."""
+    """Totals of a conversation, each over the turns that know the figure."""
 
     prompt_tokens: int
     reused_tokens: int

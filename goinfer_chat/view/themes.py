@@ -59,7 +59,7 @@ class Theme:
 
     @property
     def has_styles(self) -> bool:
-        """Where there are none, Markdown keeps its own marks."""
+        """Without styles, Markdown keeps its own marks."""
         return self.depth > 0
 
     def painted(self, line: Line) -> str:

@@ -1,4 +1,4 @@
-"""How calls of tools and their results look as text: one line each, what is long cut, what is many counted."""
+"""How calls of tools and their results look as text: one line each; long values are cut, long lists counted."""
 
 from __future__ import annotations
 
