@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _JSON_WORDS = ("true", "false", "null")
 _NAME = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 """Of an argument that the schema does not name."""
+_PYTHON_PLAIN = "/[^'\\\\\\x00-\\x1f]*/"
 _PYTHON_TEXT = "/'([^'\\\\\\x00-\\x1f]|\\\\[nrt'\\\\\"])*'/"
 
 
@@ -183,16 +184,24 @@ class ListRules:
         if form.escapes != "none":
             quoted = self._compiler.json_rule({**self._shared, **case}, self._what, form.style)
             choices = [f"{self._rule(quoted)} {literal(close)}"]
-            if form.escapes == "python" and not case.keys() & {"enum", "pattern", "format", "minLength", "maxLength"}:
-                name = f"{self._prefix}P{next(self._numbers)}".upper()
-                self._lines.append(f"{name}: {_PYTHON_TEXT}\n")
-                choices.append(f"{name} {literal(close)}")
+            if form.escapes == "python":
+                choices.append(f"{self._python_text(case)} {literal(close)}")
             return self._rule(*choices)
         begin, end = literal(form.quotes[0]), form.quotes[1] + close
         if "enum" in case:
             texts = [text for text in case["enum"] if end not in text]
             return self._rule(*(f"{begin} {json.dumps(t, ensure_ascii=False)} {literal(end)}" for t in texts))
         return f"{begin} {self._text_until(end, text_patterns(case, self._what))}"
+
+    def _python_text(self, case: Mapping[str, Any]) -> str:
+        """A text in Python's quotes; without escapes where not every text is valid."""
+        if "enum" in case:
+            return self._rule(*(json.dumps(repr(text), ensure_ascii=False) for text in case["enum"]))
+        patterns = text_patterns(case, self._what)
+        inside = " & ".join([*(f"/{pattern}/" for pattern in patterns), _PYTHON_PLAIN])
+        name = f"{self._prefix}P{next(self._numbers)}".upper()
+        self._lines.append(f"{name}: " + (f"/'/ ({inside}) /'/" if patterns else _PYTHON_TEXT) + "\n")
+        return name
 
     def _text_until(self, end: str, patterns: Sequence[str]) -> str:
         """A text that is like all the patterns, and the mark that ends it, which it does not hold."""

@@ -415,8 +415,10 @@ class ChatTemplate:
                 found.update(
                     self.encode([Message(role=role, content="x") for role in roles], add_generation_prompt=False)
                 )
-        if self.reasoning is not None:  # a system prompt of the template's own may speak of it
-            found -= {part for part in self._tokenizer.parts(self.reasoning.texts) if isinstance(part, int)}
+        # A template's own system prompt may speak of reasoning and calls.
+        spoken = [] if self.reasoning is None else [self.reasoning.texts]
+        spoken += [] if self.has_channels else self.call_form.texts
+        found -= {part for text in spoken for part in self._tokenizer.parts(text) if isinstance(part, int)}
         return self._tokenizer.end_ids | (found & self._tokenizer.control_ids)
 
     def _stands_for(self, message: Message) -> bool:

@@ -43,6 +43,8 @@ class Leads:
         """The text `before` the reply with this number, with the lead of its prompt where a turn has begun."""
         lead = self._of(number)
         start_of_turn = re.sub(rf"{self._block}\Z", "", lead)
+        if lead and not start_of_turn:  # no turn begins: the model goes on behind a result
+            return re.sub(rf"{self._block}\Z", "", before) + lead
         start = before.rfind(start_of_turn) if start_of_turn else -1
         if start >= 0 and re.fullmatch(self._block, before[start + len(start_of_turn) :]):
             return before[:start] + lead

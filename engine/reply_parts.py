@@ -7,6 +7,7 @@ still become one is held back until it is decided.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from typing import Literal, NamedTuple
 
 from engine.reply_plan import ReplyPlan
@@ -87,6 +88,7 @@ class ReplyParts(PartSorter):
         self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
         self._opener = plan.form.opener if plan.form is not None else ""
         self._marks = plan.reasoning
+        self._code = _Code()
         self._trims = False  # blanks before the next text are dropped
         if plan.thinking:
             self._state, self._trims = "thinking", True
@@ -144,6 +146,9 @@ class ReplyParts(PartSorter):
             self._give(parts, "text", len(self._held))
             return False
         if self._opener and (start := self._held.find(self._opener)) >= 0:
+            if self._code.holds(self._held[:start]) and not self._opener.startswith("```"):
+                self._give(parts, "text", start + len(self._opener))
+                return True
             self._give(parts, "text", len(self._held[:start].rstrip()))
             self._held = self._held.lstrip()
             self._state = "call"
@@ -160,5 +165,35 @@ class ReplyParts(PartSorter):
         return False
 
     def _give(self, parts: list[Part], kind: Kind, length: int) -> None:
+        if kind == "text":
+            self._code.follow(self._held[:length])
+            self._shown = self._shown or length > 0
         super()._give(parts, kind, length)
-        self._shown = self._shown or (kind == "text" and length > 0)
+
+
+class _Code:
+    """Whether a text has come to code: what looks like a call there shows how one is written.
+
+    A block that the text begins with is none, since small models put their calls into blocks.
+    """
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._fenced = False
+        self._begun = False  # something stands before
+        self._counts = False  # as code
+
+    def follow(self, text: str) -> None:
+        """The text goes on."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.lstrip().startswith("```"):
+                self._fenced = not self._fenced
+                self._counts = self._begun
+            self._begun = self._begun or bool(line.strip())
+
+    def holds(self, text: str) -> bool:
+        """Whether code would be open after this text too."""
+        ahead = copy(self)
+        ahead.follow(text)
+        return (ahead._fenced and ahead._counts) or ahead._line.count("`") % 2 == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import listed_templates
 import pytest
 from test_tool_calls import judged
 from tiny_models import write_tiny_model
@@ -28,6 +29,7 @@ from engine.api import (
     TextDelta,
     ToolCallReady,
 )
+from engine.call_arguments import ListedArguments
 from engine.errors import ContextExceededError, SchemaError
 from engine.local import REST, LocalEngine
 from engine.prompt_values import PLAIN
@@ -141,6 +143,33 @@ def test_required_calls_some_of_the_tools(engine: LocalEngine, parallel: bool) -
             judged(TOOLS, call)
         called |= {call.name for call in reply.tool_calls}
     assert len(called) > 1
+
+
+@pytest.mark.parametrize("source", ["QWEN3_CODER", "GLM", "DSML", "GEMMA4", "LFM25", "MINIMAX"])
+def test_calls_are_valid_in_each_form_whatever_the_model(tmp_path: Path, source: str) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", "qwen2")
+    template = getattr(listed_templates, source).replace("<|end|>", "<|im_end|>")
+    with load(path, context_size=2048, threads=1, chat_template=template) as engine:
+        assert isinstance(engine.template.call_form.arguments, ListedArguments)
+        for seed in range(3):
+            for tool in TOOLS:
+                name = tool["function"]["name"]
+                (call,) = reply_of(engine.generate(seeded(forced(name), seed))).tool_calls
+                assert call.name == name
+                judged(TOOLS, call)
+            request = seeded(asked(tools=TOOLS, tool_choice="required", max_tokens=600), seed)
+            several = reply_of(engine.generate(request))
+            for call in several.tool_calls:
+                judged(TOOLS, call)
+            one = reply_of(engine.generate(replace(request, parallel_tool_calls=False)))
+            assert (len(one.tool_calls), one.text) == (1, "")
+            messages = (*request.messages, one.as_message(), *results(one), Message(role="user", content="Again."))
+            again = reply_of(engine.generate(replace(request, messages=messages, max_tokens=20)))
+            assert again.stats.prefill_reused_tokens >= len(one.prompt_ids) + len(one.ids) - 1
+
+
+def results(reply: Reply) -> list[Message]:
+    return [Message(role="tool", content="ok", tool_call_id=call.id, name=call.name) for call in reply.tool_calls]
 
 
 def test_odd_schemas_together_are_each_followed(engine: LocalEngine) -> None:

@@ -363,8 +363,11 @@ def spelled_ids(family: Family, text: str) -> tuple[int, ...]:
 
 def replies(family: Family, thinking: bool) -> list[tuple[str, Message, ToolCall | None]]:
     """A call in the family's form, a call as a bare object, and an answer."""
-    form, thought = family.template.call_form, "<think>\nhm\n</think>\n\n" if thinking else ""
-    opened = "<think>\n" if family is FAMILIES["deepseek-r1"] else ""
+    form, marks = family.template.call_form, family.template.reasoning
+    thought = f"{marks.begin}  hm\n\n{marks.end}{marks.after}" if thinking and marks is not None else ""
+    opened = ""
+    if marks is not None and marks.is_opened_by(family.template.render([user("x")], TOOLS)):
+        opened = marks.begin
     found = []
     spaced = '{"path":"a.py",\n "line": 3}'
     for said, call, content in (
@@ -383,7 +386,7 @@ def replies(family: Family, thinking: bool) -> list[tuple[str, Message, ToolCall
         message = Message(
             role="assistant",
             content=content,
-            ids=spelled_ids(family, (thought + said).removeprefix(opened)),
+            ids=spelled_ids(family, (thought + said).removeprefix(opened) if thinking else said),
             thinking="hm" if thinking else None,
             tool_calls=() if call is None else (call.as_json(),),
         )
@@ -393,7 +396,9 @@ def replies(family: Family, thinking: bool) -> list[tuple[str, Message, ToolCall
 
 @pytest.mark.parametrize(
     ("name", "thinking"),
-    [(name, False) for name in ALL if name not in ("mistral-v3", "gpt-oss")] + [("qwen3", True), ("deepseek-r1", True)],
+    [(name, False) for name in ALL if name not in ("mistral-v3", "gpt-oss")]
+    + [(name, True) for name in ("qwen3", "deepseek-r1", "qwen3.5", "glm-4.6", "glm-4.7", "seed-oss", "gemma4")]
+    + [(name, True) for name in ("gemma4 in turn", "deepseek-v3.1")],
 )
 def test_each_prompt_begins_with_the_last_one_and_its_reply(name: str, thinking: bool) -> None:
     family = FAMILIES[name]
