@@ -6,6 +6,7 @@ The engine is scripted: what a model writes is not the point here.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -642,8 +643,6 @@ def test_the_list_of_tools_says_which_are_on_and_what_they_may_do(make: Make) ->
 
 
 def test_a_tool_server_of_the_settings_file_offers_its_tools(make: Make, tmp_path: Path) -> None:
-    import sys
-
     server = Path(__file__).parent / "mcp_test_server.py"
     config = tmp_path / "config.toml"
     config.write_text(
@@ -651,6 +650,17 @@ def test_a_tool_server_of_the_settings_file_offers_its_tools(make: Make, tmp_pat
     )
     agent, _ = make(calling(("test_add", {"a": 2, "b": 3})), DONE, config=str(config))
     assert results(play(agent)) == [("ok", "5")]
+
+
+def test_a_server_whose_tools_are_called_as_others_costs_those_and_not_the_chat(make: Make, tmp_path: Path) -> None:
+    server = Path(__file__).parent / "mcp_test_server.py"
+    command = f'command = ["{sys.executable}", "{server}"]\n'
+    config = tmp_path / "config.toml"
+    config.write_text(f'[mcp."a.b"]\n{command}[mcp.a_b]\n{command}')
+    agent, _ = make(DONE, config=str(config))
+    toolbox = agent.open_toolbox()
+    assert toolbox.registry.names.count("a_b_add") == 1
+    assert any("two tools are called a_b_add" in notice for notice in toolbox.notices)
 
 
 @pytest.mark.parametrize(

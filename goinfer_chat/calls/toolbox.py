@@ -76,14 +76,13 @@ class Toolbox:
                 found, notices = load_entry_points()
                 for path in Choice.parse(settings.tools).files:
                     found += load_file(path)
+                for tool in found:
+                    registry.add(tool)
                 if servers:
                     connections = undo.enter_context(McpServers())
                     for server in servers:
                         offered, problems = connections.connect(server)
-                        found += offered
-                        notices += problems
-                for tool in found:
-                    registry.add(tool)
+                        notices += [*problems, *_added(registry, offered)]
                 root = undo.enter_context(Root(Path(settings.root or ".")))
             except ToolSetupError as error:
                 raise UsageError(str(error)) from error
@@ -154,6 +153,17 @@ class Toolbox:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _added(registry: Registry, offered: Iterable[Tool]) -> list[str]:
+    """Add a server's tools. What it calls as another is called costs that tool, not the others: why, for each."""
+    problems = []
+    for tool in offered:
+        try:
+            registry.add(tool)
+        except ToolSetupError as error:
+            problems.append(str(error))
+    return problems
 
 
 def servers_of(table: Mapping[str, Any], where: str) -> list[McpServer]:
