@@ -496,15 +496,16 @@ class ChatTemplate:
         if self.reasoning is None or not prompt.arguments.get("add_generation_prompt"):
             return marked
         numbers = {marks.anchor_of(number): number for number, level in levels.items() if level >= AS_CALL}
-        leads = Leads(
-            self._render, lambda message: self._tokenizer.spelled(message.ids or ()), self.reasoning, prompt, plain
-        )
+        spelled = self._tokenizer.spelled
+        leads = Leads(self._render, lambda m: spelled(m.ids or ()), self.reasoning, self.markers, prompt, plain)
         pieces = marks.split_at(marked, numbers)
         for i in range(0, len(pieces) - 1, 2):
             number = numbers[pieces[i + 1]]
             end = self.call_form.head_before(pieces[i]) if levels[number] == AS_CALL else len(pieces[i])
             if end is not None:
                 pieces[i] = leads.put_into(pieces[i][:end], number) + pieces[i][end:]
+            if levels[number] == WHOLE:
+                pieces[i + 2] = leads.taken_from(pieces[i + 2], number)
         return "".join(pieces)
 
     # -- ids -----------------------------------------------------------------------------------------------------------

@@ -108,6 +108,15 @@ LAST_SYSTEM = """{{ bos_token }}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"""
 """Of several system prompts the last one counts, wherever it stands (DeepSeek R1)."""
 
+COMMAND_R7B = """{{ bos_token }}
+{%- for message in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}
+{%- if message.role == 'assistant' %}
+{{- '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + message.content + '<|END_RESPONSE|>' }}
+{%- else %}{{ '<|SYSTEM_TOKEN|>' if message.role == 'system' else '<|USER_TOKEN|>' }}{{ message.content }}{% endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}{% endfor %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>' }}"""
+"""Writes marks around an answer that the model says itself, and always the start of a next one."""
+
 TAKES_TOOLS = """{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -129,6 +138,15 @@ CHATTING: dict[str, Family] = {
         vocabulary(
             *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
             "<|SYSTEM_TOKEN|>",
+            eos="<|END_OF_TURN_TOKEN|>",
+            bos=True,
+        ),
+    ),
+    "command-r7b chat": family(
+        COMMAND_R7B,
+        vocabulary(
+            *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+            *("<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>"),
             eos="<|END_OF_TURN_TOKEN|>",
             bos=True,
         ),
@@ -292,7 +310,8 @@ def test_each_prompt_begins_with_the_last_one_and_its_reply(name: str, enabled: 
         prompt = family.template.encode(messages, **arguments)
         assert prompt[: len(before)] == before, f"turn {turn}"
         answer = f"{' ' if name == 'mistral-v3' else ''}Answer  {turn}."  # which says a space first
-        text = f"<think>\nhm\n</think>\n\n{answer}" if thinks else answer
+        marks = ("<|START_RESPONSE|>", "<|END_RESPONSE|>") if name == "command-r7b chat" else ("", "")
+        text = f"<think>\nhm\n</think>\n\n{answer}" if thinks else answer.join(marks)
         ids = spelled_ids(family, text.removeprefix("<think>\n") if opened else text)
         messages.append(Message(role="assistant", content=answer, ids=ids, thinking="hm" if thinks else None))
         messages.append(said("user", f"And {turn}?"))
