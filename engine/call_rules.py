@@ -68,23 +68,28 @@ class ListRules:
 
     def _object(self, case: Mapping[str, Any], marks: tuple[str, str, str, str], *, inside: bool) -> str:
         """Names and values between these marks."""
-        if "enum" in case:
-            raise self._refuse("enum")
+        unknown = next((word for word in ("enum", "oneOf") if word in case), None)
+        if unknown is not None:
+            raise self._refuse(unknown)
         first, following, last, none = map(self._compiler.literal, marks)
         named, others = self._named(case), self._others(case, inside=inside)
         required = set(case.get("required", ()))
-        number = next(self._numbers)
+        number, end = next(self._numbers), len(named)
         begin, more = f"{self._prefix}f{number}x", f"{self._prefix}m{number}x"
+        # Without any: not where one at least is wanted.
+        empty = [none] if required or not case.get("minProperties") else []
+        empty += [f"{first} {others} {more}{end}"] if others else []
         lines = self._lines
         for i, (name, schema) in enumerate(named.items()):
             value = self._rule(f"{json.dumps(name, ensure_ascii=False)} {self._named_value(schema, inside=inside)}")
-            skip = "" if name in required else f" | {begin}{i + 1}"
+            skip = "" if name in required or (i + 1 == end and not empty) else f" | {begin}{i + 1}"
             lines.append(f"{begin}{i}: {first} {value} {more}{i + 1}{skip}\n")
             skip = "" if name in required else f" | {more}{i + 1}"
             lines.append(f"{more}{i}: {following} {value} {more}{i + 1}{skip}\n")
-        end = len(named)
-        other = f" | {first} {others} {more}{end}" if others else ""
-        lines.append(f"{begin}{end}: {none}{other}\n")
+        if empty:
+            lines.append(f"{begin}{end}: {' | '.join(empty)}\n")
+        elif not named:
+            raise SchemaError(f"{self._what} cannot be followed: nothing is valid under it")
         other = f" | {following} {others} {more}{end}" if others else ""
         lines.append(f"{more}{end}: {last}{other}\n")
         return f"{begin}0"
@@ -94,8 +99,6 @@ class ListRules:
         named = dict(case.get("properties", {}))
         rest = case.get("additionalProperties", True)
         named.update({name: rest for name in case.get("required", ()) if name not in named})
-        if case.get("minProperties", 0) > len(case.get("required", ())):
-            raise self._refuse("minProperties")
         if "maxProperties" in case and (rest is not False or len(named) > case["maxProperties"]):
             raise self._refuse("maxProperties")
         impossible = next((n for n, s in named.items() if s is False and n in case.get("required", ())), None)
@@ -106,15 +109,23 @@ class ListRules:
 
     def _others(self, case: Mapping[str, Any], *, inside: bool) -> str | None:
         """A rule for an argument that the schema does not name; None if it allows no such argument."""
-        if "patternProperties" in case:
-            raise self._refuse("patternProperties")
-        rest = case.get("additionalProperties", True)
-        if rest is False:
-            return None
-        name = f"{self._prefix}N{next(self._numbers)}".upper()
         known = any_of_these(case.get("properties", {}))
-        self._lines.append(f"{name}: /{_NAME}/{f' & ~/{known}/' if known else ''}\n")
-        return self._rule(f"{name} {self._named_value(rest, inside=inside)}")
+        unknown = f"/{_NAME}/{f' & ~/{known}/' if known else ''}"
+        choices: list[str] = []
+
+        def allow(names: str, schema: Any) -> None:
+            if schema is not False:
+                name = f"{self._prefix}N{next(self._numbers)}".upper()
+                self._lines.append(f"{name}: {names}\n")
+                choices.append(f"{name} {self._named_value(schema, inside=inside)}")
+
+        others = unknown
+        for pattern, schema in case.get("patternProperties", {}).items():
+            like = text_patterns({"pattern": pattern}, self._what)[0]
+            allow(f"{unknown} & /{like}/", schema)
+            others += f" & ~/{like}/"
+        allow(others, case.get("additionalProperties", True))
+        return self._rule(*choices) if choices else None
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -161,9 +172,14 @@ class ListRules:
             return self._rule(self._compiler.json_rule({**self._shared, **case}, self._what, form.style))
         if "enum" in case:
             return self._rule(*(self._compiler.literal(form.written(value, inside=True)) for value in case["enum"]))
-        if kind == "array":
-            return self._list(case)
-        return self._object(case, ("{", form.style.item_separator, "}", "{}"), inside=True)
+        num_lines = len(self._lines)
+        try:
+            if kind == "array":
+                return self._list(case)
+            return self._object(case, ("{", form.style.item_separator, "}", "{}"), inside=True)
+        except SchemaError:  # JSON can say more
+            del self._lines[num_lines:]
+            return self._rule(self._compiler.json_rule({**self._shared, **case}, self._what))
 
     def _list(self, case: Mapping[str, Any]) -> str:
         if "prefixItems" in case:

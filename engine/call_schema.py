@@ -48,12 +48,28 @@ def cases_of(schema: Any, root: Mapping[str, Any], what: str) -> list[dict[str, 
             for part in parts:
                 node = _merged(node, part, what)
             todo.append((node, steps + 1))
-        elif (word := next((word for word in ("anyOf", "oneOf") if word in node), None)) is not None:
-            branches = node.pop(word)
+        elif (branches := node.pop("anyOf", None)) is not None:
             todo.extend((_merged(node, branch, what), steps + 1) for branch in branches)
+        elif (branches := node.pop("oneOf", None)) is not None:
+            found.extend(_exclusive(node, branches, root, what))
         else:
             found.extend(_single(node))
     return found
+
+
+def _exclusive(
+    node: dict[str, Any], branches: Sequence[Any], root: Mapping[str, Any], what: str
+) -> list[dict[str, Any]]:
+    """Cases of which one alone may be valid: of other types, or other values; lists and objects are left together."""
+    several = [cases_of(_merged(node, branch, what), root, what) for branch in branches]
+    cases = [case for each in several for case in each]
+    kinds = ["number" if case["type"] == "integer" else case["type"] for case in cases]
+    values = [repr(value) for case in cases for value in case.get("enum", ())]
+    if len(set(kinds)) == len(kinds) or (all("enum" in case for case in cases) and len(set(values)) == len(values)):
+        return cases
+    if set(kinds) <= {"object", "array"}:
+        return [{**node, "type": kind, "oneOf": list(branches)} for kind in dict.fromkeys(kinds)]
+    raise SchemaError(f"{what} cannot be followed: several cases of a 'oneOf' may be valid at once")
 
 
 def _single(node: dict[str, Any]) -> list[dict[str, Any]]:

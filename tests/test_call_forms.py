@@ -308,6 +308,31 @@ def test_open_parameters_take_any_names_and_no_name_twice(name: str) -> None:
         assert not accepts(name, form.write(("edit_file", '{"b": 1, "a": "x"}')), own)
 
 
+def test_names_may_have_to_be_like_a_pattern_and_one_may_be_wanted() -> None:
+    own = tool(
+        {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "minProperties": 1}
+        | {"additionalProperties": False}
+    )
+    for arguments, allowed in (({"xa": 1, "xb": 2}, True), ({"xa": "y"}, False), ({"ya": 1}, False), ({}, False)):
+        assert (
+            accepts("qwen3-coder", form_of("qwen3-coder").write(("edit_file", json.dumps(arguments))), own) is allowed
+        )
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3-coder"])
+def test_what_quotes_of_its_own_cannot_say_is_json_within_a_call(name: str) -> None:
+    circle = {"properties": {"kind": {"const": "circle"}, "r": {"type": "integer"}}, "required": ["kind", "r"]}
+    square = {"properties": {"kind": {"const": "square"}}, "required": ["kind"]}
+    shapes = [{"type": "object", "additionalProperties": False, **each} for each in (circle, square)]
+    own = tool({"type": "object", "properties": {"shape": {"oneOf": shapes}}, "required": ["shape"]})
+    for shape, allowed in (({"kind": "circle", "r": 3}, True), ({"kind": "square", "r": 3}, False)):
+        text = form_of(name).write(("edit_file", json.dumps({"shape": "HERE"})))
+        quoted = '<|"|>HERE<|"|>' if name == "gemma4" else "HERE"
+        text = text.replace(quoted, json.dumps(shape))
+        assert accepts(name, text, own) is allowed
+        assert not allowed or read(name, text, own) == [("edit_file", {"shape": shape})]
+
+
 @pytest.mark.parametrize("name", LISTED)
 def test_a_tool_without_parameters_is_called_with_none(name: str) -> None:
     own = tool({"type": "object", "properties": {}})
@@ -320,7 +345,7 @@ def test_a_keyword_that_a_form_cannot_follow_is_refused_by_name() -> None:
     for schema, word in (
         ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "anchors"),
         ({"properties": {"a": {}}, "additionalProperties": True, "maxProperties": 3}, "maxProperties"),
-        ({"patternProperties": {"^x": {}}}, "patternProperties"),
+        ({"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}}}, "oneOf"),
     ):
         with pytest.raises(SchemaError, match=f"the schema of the tool 'edit_file' cannot be followed: .*{word}"):
             accepts("qwen3-coder", "", tool({"type": "object", **schema}))
