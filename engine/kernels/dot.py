@@ -59,8 +59,12 @@ def dot4(b: KernelBuilder, target: Target, signed: bool, acc: Value, weights: Va
 
 
 def _dot4_avx2(b: KernelBuilder, signed: bool, acc: Value, weights: Value, activations: Value) -> Value:
-    """maddubs sums pairs in int16: exact for weights up to 127, and for signed ones as |w| * (sign(w) a)."""
-    bytes32, shorts, ints = vector(VB.element, 32), vector(I16, 16), vector(I32, 8)
+    return _add_pairs(b, acc, _pair_sums(b, signed, weights, activations))
+
+
+def _pair_sums(b: KernelBuilder, signed: bool, weights: Value, activations: Value) -> Value:
+    """<32 x i16>: sums of two products. Exact for weights up to 127, and for signed ones as |w| * (sign(w) a)."""
+    bytes32, shorts = vector(VB.element, 32), vector(I16, 16)
     parts = []
     for o in (0, 32):
         w = b.pick(weights, weights, range(o, o + 32))
@@ -68,9 +72,49 @@ def _dot4_avx2(b: KernelBuilder, signed: bool, acc: Value, weights: Value, activ
         if signed:
             a = b.intrinsic("llvm.x86.avx2.psign.b", bytes32, a, w)
             w = b.intrinsic("llvm.abs.v32i8", bytes32, w, ir.Constant(ir.IntType(1), 0))
-        pairs = b.intrinsic("llvm.x86.avx2.pmadd.ub.sw", shorts, w, a)
-        parts.append(b.intrinsic("llvm.x86.avx2.pmadd.wd", ints, pairs, fill(shorts, 1)))
-    return b.add(acc, b.pick(parts[0], parts[1], range(16)))
+        parts.append(b.intrinsic("llvm.x86.avx2.pmadd.ub.sw", shorts, w, a))
+    return b.pick(parts[0], parts[1], range(32))
+
+
+def _add_pairs(b: KernelBuilder, acc: Value, pairs: Value) -> Value:
+    """acc <16 x i32> + in each lane two of <32 x i16>."""
+    shorts, ints = vector(I16, 16), vector(I32, 8)
+    halves = [b.pick(pairs, pairs, range(o, o + 16)) for o in (0, 16)]
+    sums = [b.intrinsic("llvm.x86.avx2.pmadd.wd", ints, half, fill(shorts, 1)) for half in halves]
+    return b.add(acc, b.pick(sums[0], sums[1], range(16)))
+
+
+class Dots:
+    """A sum of `dot4` while it is written down, <16 x i32>.
+
+    AVX2 makes a product of two instructions that multiply: one adds pairs of products in 16 bits, the other pairs of
+    those in 32. As many sums as 16 bits hold, with weights up to `largest`, are added up in between, where adding is
+    cheap: eight for weights of 4 bits.
+    """
+
+    def __init__(self, target: Target, signed: bool, largest: int, start: Value) -> None:
+        self._target, self._signed, self._sum = target, signed, start
+        self._most = max(1, 32767 // (2 * 127 * largest))
+        self._pairs: Value = None
+        self._count = 0
+
+    def add(self, b: KernelBuilder, weights: Value, activations: Value) -> None:
+        if self._target.dot != "maddubs":
+            self._sum = dot4(b, self._target, self._signed, self._sum, weights, activations)
+            return
+        pairs = _pair_sums(b, self._signed, weights, activations)
+        self._pairs = b.add(self._pairs, pairs) if self._count else pairs
+        self._count += 1
+        if self._count == self._most:
+            self._take(b)
+
+    def _take(self, b: KernelBuilder) -> None:
+        if self._count:
+            self._sum, self._count = _add_pairs(b, self._sum, self._pairs), 0
+
+    def total(self, b: KernelBuilder) -> Value:
+        self._take(b)
+        return self._sum
 
 
 def pair_products(b: KernelBuilder, target: Target, acc: Value, pairs: Value, activations: Value) -> Value:

@@ -89,6 +89,8 @@ class WeightFormat:
     """Whether d shares its word with a second f16: dmin or m."""
     bias: int = 0
     """What bytes are above their weights: 0 or a power of two."""
+    bits: int = 4
+    """Of a weight byte, unless it is `wide`."""
     wide: bool = False
     """Whether weight bytes go beyond 127. Then bias is 128 and their signed form is byte - 128."""
     panel_rows: int = 24
@@ -106,6 +108,11 @@ class WeightFormat:
         """Bytes of `span` values in the file."""
         values, size = block_shape(self.type)
         return size * (self.span // values)
+
+    @property
+    def largest(self) -> int:
+        """No weight byte is larger, nor in its signed form further from 0."""
+        return 128 if self.wide else (1 << self.bits) - 1
 
     @property
     def num_subs(self) -> int:
@@ -438,12 +445,12 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), sub_block=_q4_0, has_second=True, panel_rows=44
             ),
             WeightFormat(
-                type=_T.Q5_0, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), sub_block=_q5_0, bias=16,
+                type=_T.Q5_0, bits=5, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), sub_block=_q5_0, bias=16,
                 scale_at=64, permute=_spread_fifth_bits(2),
             ),
             WeightFormat(
-                type=_T.Q5_1, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), sub_block=_q5_0, has_second=True,
-                scale_at=64, permute=_spread_fifth_bits(4),
+                type=_T.Q5_1, bits=5, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), sub_block=_q5_0,
+                has_second=True, scale_at=64, permute=_spread_fifth_bits(4),
             ),
             WeightFormat(
                 type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True,
@@ -454,15 +461,15 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 panel_rows=44,
             ),
             WeightFormat(
-                type=_T.MXFP4, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_mxfp4, bias=16, scale_is_bf16=True,
-                permute=_widen_power_of_two,
+                type=_T.MXFP4, bits=5, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_mxfp4, bias=16,
+                scale_is_bf16=True, permute=_widen_power_of_two,
             ),
             WeightFormat(
-                type=_T.Q2_K, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
+                type=_T.Q2_K, bits=2, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
                 unroll=2, scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
             ),
             WeightFormat(
-                type=_T.Q3_K, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
+                type=_T.Q3_K, bits=3, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
                 sub_block=_q3_k, unroll=2, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
                 panel_rows=10,
             ),
@@ -471,11 +478,11 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
                 prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=44,
             ),
             WeightFormat(
-                type=_T.Q5_K, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
+                type=_T.Q5_K, bits=5, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
                 unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=10,
             ),
             WeightFormat(
-                type=_T.Q6_K, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
+                type=_T.Q6_K, bits=6, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
                 sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32, panel_rows=10,
             ),
             WeightFormat(

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 
-from engine.kernels.dot import ActivationLayout, block_step, dot4, layout_for, pair_products
+from engine.kernels.dot import ActivationLayout, Dots, block_step, layout_for, pair_products
 from engine.kernels.formats import Group, Sub, WeightFormat, block_scales, pairs_of
 from engine.kernels.ir import (
     F32,
@@ -102,25 +103,26 @@ class Tile:
         """sums += scale of the sub-block * its dot products; in between, its share of the words ahead is prefetched."""
         fmt = self.fmt
         assert fmt.sub_block is not None
-        # With few rows the dot product's latency shows: independent sums hide it.
-        chains = max(1, 4 // len(rows))
+        # With few rows the dot product's latency shows: independent sums hide it. AVX2's only adds to a sum.
+        chains = 1 if self.target.dot == "maddubs" else max(1, 4 // len(rows))
         k = b.times(sub.index(b), fmt.sub_size)
         weights = fmt.sub_block(b, g, sub)
         if self.signed:
             weights = [b.xor(w, fill(VB, -128)) for w in weights]
-        acc = [[self._start(b, a, blocks, s)] + [fill(VI, 0)] * (chains - 1) for a in rows]
+        new = partial(Dots, self.target, self.signed, fmt.largest)
+        acc = [[new(self._start(b, a, blocks, s)), *(new(fill(VI, 0)) for _ in range(chains - 1))] for a in rows]
         share = fmt.words_bytes // fmt.num_subs
         lines = [b.at(ahead[0], b.times(sub.index(b), share), at) for at in range(0, share, 64)] if ahead else []
         for q, w in enumerate(weights):
             self._prefetch_share(b, lines, q, len(weights), rows)
             for t, a in enumerate(rows):
                 quad = b.bitcast(b.broadcast(I32, a, b.times(s, fmt.span), k, 4 * q), VB)
-                acc[t][q % chains] = dot4(b, self.target, self.signed, acc[t][q % chains], w, quad)
+                acc[t][q % chains].add(b, w, quad)
         scale = fmt.scale(b, g, sub) if fmt.scale else None
         for of_row, slot in zip(acc, sums, strict=True):
-            x = of_row[0]
+            x = of_row[0].total(b)
             for extra in of_row[1:]:
-                x = b.add(x, extra)
+                x = b.add(x, extra.total(b))
             if scale is not None:
                 x = b.mul(x, scale)
             b.store(b.add(b.get(slot, VI), x), slot)
