@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from kernel_calls import TARGETS, assert_same_bits, kernels
 
-from engine.config_reader import MAX_EXPERTS
 from engine.kernels import twins
 from engine.kernels.routing import LEAST_SUM, MOST_EXPERTS
+from engine.metadata_reader import MAX_EXPERTS
 
 every_target = pytest.mark.parametrize("target", TARGETS)
 SIZES = [(1, 1), (2, 1), (8, 2), (15, 15), (16, 3), (17, 17), (60, 4), (128, 8), (MOST_EXPERTS, 10)]

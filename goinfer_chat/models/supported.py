@@ -46,7 +46,7 @@ def lists() -> dict[str, list[str]]:
     """What holds for all architectures, by what it is."""
     from engine.api import KVType
     from engine.bpe import PRE_TOKENIZERS
-    from engine.config_reader import ROPE_KINDS
+    from engine.config_rope import ROPE_KINDS
     from engine.kernels.formats import FORMATS
 
     return {
