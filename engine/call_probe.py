@@ -49,21 +49,24 @@ _DIALECTS = tuple(Dialect(*each) for each in itertools.product((False, True), re
 
 def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[CallForm, Dialect]:
     """The form of calls and how the template wants to be given them; a stated form where none can be read."""
-    told = _tells_of_tools(template)
-    probes = [_Probe(template, tokenizer, dialect) for dialect in _DIALECTS]
+    told = next((in_system for in_system in (False, True) if _tells_of_tools(template, in_system)), None)
+    dialects = [replace(dialect, tools_in_system=bool(told)) for dialect in _DIALECTS]
+    probes = [_Probe(template, tokenizer, dialect) for dialect in dialects]
     for probe in probes:
         if (form := _found(probe)) is not None:
-            return replace(form, stated=not told), probe.dialect
+            return replace(form, stated=told is None), probe.dialect
     fallback = STATED_AS_CODE if template.is_gemma else STATED
     if any(_NAMES[0] in probe.written(_NAMES[:1], _VALUES) for probe in probes):
-        return fallback, Dialect()  # it writes calls that cannot be read
-    return told_form(template.source, template.markers, told=told) or fallback, Dialect()
+        return fallback, dialects[0]  # it writes calls that cannot be read
+    return told_form(template.source, template.markers, told=told is not None) or fallback, dialects[0]
 
 
-def _tells_of_tools(template: ChatTemplate) -> bool:
-    """Whether a tool's name is in a prompt because the tool is given."""
+def _tells_of_tools(template: ChatTemplate, in_system: bool) -> bool:
+    """Whether a tool's name is in a prompt because the tool is given, as a field of the system message or not."""
+    question = Message(role="user", content="probe question")
     try:
-        return _NAMES[0] in template.render_as_given([Message(role="user", content="probe question")], _tools())
+        dialect = Dialect(tools_in_system=in_system)
+        return _NAMES[0] in template.render_as_given([question], _tools(), dialect=dialect)
     except (TemplateError, UsageError):
         return False
 

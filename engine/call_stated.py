@@ -78,6 +78,9 @@ _TOLD = (
 )
 
 
+TOLD_MARKERS = tuple(marker for row in _TOLD for marker in row.markers)
+
+
 def told_form(source: str, markers: Collection[str], *, told: bool) -> CallForm | None:
     """The form for a template that writes no calls; None where neither it nor the vocabulary speaks of one.
 

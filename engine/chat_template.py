@@ -23,7 +23,7 @@ import jinja2
 from engine.api import Message, tool_function
 from engine.call_probe import find_form
 from engine.call_schema import kind_of
-from engine.call_stated import STATED_MARKERS, stated
+from engine.call_stated import STATED_MARKERS, TOLD_MARKERS, stated
 from engine.errors import ModelFileError, TemplateError, UsageError
 from engine.kv_cache import common_start
 from engine.prompt_leads import Leads
@@ -348,7 +348,10 @@ class ChatTemplate:
         """Control tokens, and those user-defined tokens that the template writes (`<tool_call>`), since these are its
         structure, or that calls are stated with. Others, such as Gemma's line ends and HTML tags, are how the model
         reads text."""
-        tokenizer, source = self._tokenizer, self._source + self._tool_source + "".join(STATED_MARKERS)
+        tokenizer, source = (
+            self._tokenizer,
+            self._source + self._tool_source + "".join((*STATED_MARKERS, *TOLD_MARKERS)),
+        )
         user_defined = set(map(tokenizer.token_text, tokenizer.user_defined_ids))
         control = set(map(tokenizer.token_text, tokenizer.special_ids)) - user_defined
         return Guard(control | {text for text in user_defined if text.strip() and text in source})

@@ -29,6 +29,8 @@ class Dialect:
     """As OpenAI's interface has them; most templates expect an object."""
     no_content: bool = False
     """Without a text, `content` is none, not an empty text."""
+    tools_in_system: bool = False
+    """Tools are given as a field of the system message, as JSON text (Phi-4-mini)."""
 
     def spoken(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A message in it."""
@@ -57,12 +59,16 @@ class Prompt:
         if taken := {"messages", "tools"} & set(self.arguments):
             raise UsageError(f"{taken.pop()!r} cannot be a template argument: the program sets it")
         marking = marking if marking is not None else Marking()
+        tools = _json(self.tools, marking.text) if self.tools else None
+        messages = [self.dialect.spoken(marking.message(number, m)) for number, m in enumerate(self.messages)]
+        if tools and self.dialect.tools_in_system:
+            if not messages or messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": ""})
+            messages[0]["tools"] = json.dumps(list(map(tool_function, tools)), ensure_ascii=False)
         return {
             **{name: _json(value, marking.text) for name, value in self.arguments.items()},
-            "messages": [
-                self.dialect.spoken(marking.message(number, message)) for number, message in enumerate(self.messages)
-            ],
-            "tools": _json(self.tools, marking.text) if self.tools else None,
+            "messages": messages,
+            "tools": tools,
         }
 
     def texts(self) -> set[str]:

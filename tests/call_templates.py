@@ -321,7 +321,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2.5": family(listed.LFM25, _listed("lfm")),
     "lfm2": family(listed.LFM2, _listed("lfm")),
     "granite-3.3": family(listed.LFM2, _listed("granite3")),
-    "phi-4-mini": family(listed.LFM2, _listed("phi4")),
+    "phi-4-mini": family(listed.PHI4_MINI, _listed("phi4")),
     "apertus": family(listed.APERTUS, _listed("apertus")),
     "solar": family(listed.SOLAR, _listed("solar")),
     "deepseek-v3.1": family(listed.DEEPSEEK_V31, _listed("deepseek", "<think>", "</think>")),

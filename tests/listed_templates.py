@@ -140,7 +140,14 @@ LFM2 = _TELLS + (
     "{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Tells of tools and writes no calls: what the vocabulary has says how they are written. Also Granite 3, Phi 4 mini."""
+"""Tells of tools and writes no calls: what the vocabulary has says how they are written. Also Granite 3."""
+
+PHI4_MINI = (
+    "{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- if message.tools %}{{ '<|tool|>' + message.tools + '<|/tool|>' }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""Is given tools with the system message."""
 
 APERTUS = _written(
     "{{ '<|tools_prefix|>[' }}" + _EACH + "{{ '{\"' + call.name + '\": ' + call.arguments | tojson + '}' }}"
