@@ -135,8 +135,10 @@ def _value(setting: Setting, value: Any) -> Any:
             return setting.parse(value)
         case bool() if not setting.switch:
             raise UsageError(f"{shown(value)} is not a value it can have")
-        case bool() | float():
+        case bool():
             return setting.parse(shown(value))
+        case float():
+            return setting.parse(str(value))  # 3.0 is no whole number in TOML
         case int():
             return setting.parse(shown(checked_int(value)))
         case list() if setting.repeatable:

@@ -116,6 +116,8 @@ def shown(value: Any) -> str:
             return "none"
         case bool():
             return "on" if value else "off"
+        case float() if value.is_integer() and abs(value) < 1e15:
+            return str(int(value))
         case tuple():
             return " ".join(repr(item) for item in value) or "none"
         case _:

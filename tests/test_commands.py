@@ -145,11 +145,18 @@ def test_a_value_that_cannot_be_obeyed_changes_nothing(agent: Agent, line: str) 
     assert agent.settings == Settings()
 
 
+def test_a_value_that_cannot_be_read_is_told_with_the_name_of_its_setting(agent: Agent) -> None:
+    for line in ("seed 5 6", "set seed 5 6"):
+        with pytest.raises(UsageError, match=r"^seed: '5 6' is not a whole number$"):
+            run(agent, line)
+
+
 def test_params_shows_every_setting_with_its_value(agent: Agent) -> None:
     run(agent, "temperature 0.25")
     shown = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in run(agent, "params").splitlines()}
     assert {setting.flag for setting in SETTINGS if setting.in_chat} <= shown.keys()
     assert shown["temperature"] == "0.25"
+    assert shown["tool-timeout"] == "120"
     assert shown["context"] == "0 of 8,192 tokens used"
 
 

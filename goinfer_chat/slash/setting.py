@@ -32,7 +32,16 @@ def _standing(agent: Agent, setting: Setting) -> str:
 
 
 def _change(agent: Agent, setting: Setting, text: str) -> None:
-    agent.settings = agent.settings.changed({setting.name: setting.parse(text)})
+    agent.settings = _changed(agent, setting, text)
+
+
+def _changed(agent: Agent, setting: Setting, text: str) -> Settings:
+    """The settings with this one set. Raises UsageError that names it."""
+    try:
+        value = setting.parse(text)
+    except UsageError as error:
+        raise UsageError(f"{setting.flag}: {error}") from None
+    return agent.settings.changed({setting.name: value})
 
 
 # -- one at a time -----------------------------------------------------------------------------------------------------
@@ -106,7 +115,7 @@ def _cost_of_system(agent: Agent, argument: str) -> Prospect | None:
 def _cost_of(agent: Agent, setting: Setting, text: str) -> Prospect | None:
     if setting.flag not in _IN_PROMPT or not text:
         return None
-    return _cost_under(agent, agent.settings.changed({setting.name: setting.parse(text)}))
+    return _cost_under(agent, _changed(agent, setting, text))
 
 
 def _cost_under(agent: Agent, settings: Settings) -> Prospect | None:
