@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizer_metadata import read_metadata
 
 from engine.errors import ModelError
 from goinfer_chat.models import catalogue
@@ -93,3 +94,16 @@ def claude(server: Running) -> Iterator[anthropic.Anthropic]:
 
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def metadata_of(model_path: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
+    """What the file of a model says about its tokenizer; each is read once."""
+    loaded: dict[str, dict[str, Any]] = {}
+
+    def load(name: str) -> dict[str, Any]:
+        if name not in loaded:
+            loaded[name] = read_metadata(model_path(name))
+        return loaded[name]
+
+    return load
