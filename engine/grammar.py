@@ -133,10 +133,20 @@ class Grammar:
         self._tokenizer = tokenizer
         self._bytes_of = bytes_of
 
-    def matcher(self, start: bytes = b"") -> Matcher | None:
-        """One that stands behind `start`; None if no text of the grammar begins with that."""
+    def matcher(self, start: str | bytes = b"") -> Matcher | None:
+        """One that stands behind `start`; None if no text of the grammar begins with that.
+
+        Control tokens that a text spells are meant as such.
+        """
         matcher = Matcher(self._matcher.deep_copy(), self._bytes_of)
-        ids = [self._bytes_of.ids.get(byte, -1) for byte in start]
+        ids: list[int] = []
+        for part in self._tokenizer.parts(start) if isinstance(start, str) else [start]:
+            if isinstance(part, int) and part in self._tokenizer.control_ids:
+                ids.append(part)
+                continue
+            text = self._tokenizer.token_text(part) if isinstance(part, int) else part
+            data = text.encode() if isinstance(text, str) else text
+            ids += [self._bytes_of.ids.get(byte, -1) for byte in data]
         return matcher if -1 not in ids and matcher.advance(ids) == len(ids) else None
 
     def has_texts(self) -> bool:

@@ -83,14 +83,14 @@ class ReplyPlan:
         assert self.compiler is not None
         if bare is None:
             rules = self.form.rules_after_opener(self.compiler, self.tools, several=self.several)
-            return self.compiler.compile(rules, "the schemas of the tools").matcher(text.encode())
+            return self.compiler.compile(rules, "the schemas of the tools").matcher(text)
         name, start = bare
         tool = next((tool for tool in self.tools if tool_name(tool) == name), None)
         if tool is None:  # a call of a tool that is not there
             return None
         own = self.form.argument_rules if self.has_channels else self.form.bare_rules
         rules = own(self.compiler, tool)
-        return self.compiler.compile(rules, f"the schema of the tool {name!r}").matcher(text[start:].encode())
+        return self.compiler.compile(rules, f"the schema of the tool {name!r}").matcher(text[start:])
 
 
 def plan_reply(

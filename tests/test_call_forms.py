@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -425,6 +426,19 @@ def test_a_call_in_pieces_is_the_call(name: str) -> None:
         found = [part for piece in (text[:cut], text[cut:]) for part in parts.push(piece)] + parts.finish()
         assert "".join(part.text for part in found if part.kind == "text") == text.removesuffix(call).rstrip()
         assert parts.call_text == call
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if form_of(name).opener])
+def test_a_call_that_the_model_begins_by_itself_is_held_to_its_schema(name: str) -> None:
+    form, tokenizer = form_of(name), FAMILIES[name].tokenizer
+    compact = isinstance(form.arguments, JsonArguments) and form.arguments.style == JsonStyle(",", ":")
+    for arguments, allowed in ((WRITTEN, True), ('{"path": "a"}', False)):
+        arguments = arguments.replace(" ", "") if compact else arguments
+        call = form.write(("edit_file", arguments))
+        matcher = replace(planned(name), compiler=COMPILERS[name]).call_matcher(form.opener, None)
+        assert matcher is not None
+        ids = tokenizer.encode(call.removeprefix(form.opener), control=True, continues=True)
+        assert (matcher.advance(ids) == len(ids) and matcher.may_end) is allowed
 
 
 @pytest.mark.parametrize("name", LISTED)
