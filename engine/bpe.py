@@ -52,6 +52,10 @@ _O200K = (
     rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 )
 _SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
@@ -77,6 +81,7 @@ PRE_TOKENIZERS = {
     "smollm": _DIGITS_GPT2_SPLIT,
     "starcoder": _DIGITS_GPT2_SPLIT,
     "refact": _DIGITS_GPT2_SPLIT,
+    "mellum2": _DIGITS_GPT2_SPLIT,
     "command-r": _DIGITS_GPT2_SPLIT,
     "exaone": _DIGITS_GPT2_SPLIT,
     "llama3": _LLAMA3_SPLIT,
@@ -96,6 +101,7 @@ PRE_TOKENIZERS = {
     "stablelm2": PreTokenizer(patterns=(_QWEN2,)),
     "megrez": PreTokenizer(patterns=(_QWEN2,)),
     "hunyuan": PreTokenizer(patterns=(_QWEN2,)),
+    "exaone-moe": PreTokenizer(patterns=(_EXAONE_MOE,)),
     "bailingmoe": _BAILING_SPLIT,
     "bailingmoe2": _BAILING_SPLIT,
     "qwen35": PreTokenizer(patterns=(_QWEN35,), nfc=True),

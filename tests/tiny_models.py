@@ -27,7 +27,7 @@ Architecture = Literal[
     "internlm2", "arcee", "ernie4_5", "qwen2vl", "qwen3vl", "mistral3", "qwen2moe", "qwen3moe", "granitemoe", "olmoe",
     "qwen35", "qwen35moe", "qwen3next", "gpt-oss", "exaone", "chatglm", "hunyuan-dense",
     "gemma4", "qwen3vlmoe", "glm4moe", "lfm2", "lfm2moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe",
-    "bailingmoe2", "dots1", "minimax-m2", "granitehybrid", "minicpm",
+    "bailingmoe2", "dots1", "minimax-m2", "granitehybrid", "minicpm", "mellum", "exaone-moe",
 ]  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -41,12 +41,12 @@ _PRE = {
     "qwen3moe": "qwen2",
     "qwen35": "qwen2",
 }
-_PLAIN_SHARED = ("glm4moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe", "bailingmoe2", "dots1")
+_PLAIN_SHARED = ("exaone-moe", "glm4moe", "llama4", "ernie4_5-moe", "hunyuan-moe", "bailingmoe", "bailingmoe2", "dots1")
 """Have an expert that every row passes."""
-_CHOICE_BIASED = ("glm4moe", "lfm2moe", "ernie4_5-moe", "bailingmoe2", "dots1", "minimax-m2")
+_CHOICE_BIASED = ("exaone-moe", "glm4moe", "lfm2moe", "ernie4_5-moe", "bailingmoe2", "dots1", "minimax-m2")
 _MIXTURES = (
     "qwen2moe", "qwen3moe", "qwen3vlmoe", "granitemoe", "olmoe", "qwen35moe", "qwen3next", "gpt-oss", "lfm2moe",
-    "minimax-m2", *_PLAIN_SHARED,
+    "minimax-m2", "mellum", *_PLAIN_SHARED,
 )  # fmt: skip
 """Always have experts."""
 _GATED_SHARED = ("qwen2moe", "qwen35moe", "qwen3next")  # and one that every row passes, times a factor
@@ -73,6 +73,8 @@ _HEAD_NORMED = (
     "hunyuan-moe",
     "bailingmoe2",
     "dots1",
+    "mellum",
+    "exaone-moe",
 )
 _CONVOLUTIONS = ("lfm2", "lfm2moe")  # have layers that are short convolutions
 _DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
@@ -115,6 +117,13 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
         "expert_weights_scale": 0.5,
     },
     "minimax-m2": {"expert_gating_func": 2},
+    "exaone-moe": {
+        "leading_dense_block_count": 1,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    },
     "minicpm": {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.7},
     "granitehybrid": {
         "embedding_scale": 3.0,
@@ -454,13 +463,13 @@ def write_tiny_model(
             keys |= {"rope.dimension_sections": [len(range(n, head_dim // 4, 3)) for n in range(3)] + [0]}
         keys |= {"ssm.conv_kernel": 4, "ssm.group_count": delta[0], "ssm.time_step_rank": delta[1]}
         keys |= {"ssm.state_size": delta[2], "ssm.inner_size": delta[1] * delta[2]}
-    if sliding_window is None and architecture in ("gemma2", "gemma3", "gemma4", "cohere2", "gpt-oss"):
+    if sliding_window is None and architecture in ("gemma2", "gemma3", "gemma4", "cohere2", "gpt-oss", "exaone-moe"):
         sliding_window = 32
     if sliding_window is not None:
         keys["attention.sliding_window"] = sliding_window
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": experts_used}
-        own = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "gpt-oss", "gemma4", "lfm2moe", "minimax-m2")
+        own = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "gpt-oss", "gemma4", "lfm2moe", "minimax-m2", "mellum")
         if architecture in (*own, *_DELTAS, *_PLAIN_SHARED):
             keys["expert_feed_forward_length"] = expert_ffn_size
         else:
