@@ -457,7 +457,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "bailingmoe2": {"architecture": "bailingmoe2", **SMALL, "num_layers": 2, "expert_ffn_size": 64, "tied": False},
     "dots1": {"architecture": "dots1", **SMALL, "num_layers": 2, "num_kv_heads": 4, "expert_ffn_size": 64},
     "minimax-m2": {"architecture": "minimax-m2", **SMALL, "expert_ffn_size": 64, "tied": False},
-    "mellum": {"architecture": "mellum", **SMALL, "num_layers": 5, "sliding_window": 41, "expert_ffn_size": 64},
+    "mellum": {
+        "architecture": "mellum",
+        **SMALL,
+        "num_layers": 4,
+        "sliding_window": 41,
+        "expert_ffn_size": 64,
+        "experts_used": 5,
+    },
     "exaone-moe": {"architecture": "exaone-moe", **SMALL, "num_layers": 4, "sliding_window": 41, "expert_ffn_size": 64},
     "qwen3vlmoe": {"architecture": "qwen3vlmoe", **SMALL, "expert_ffn_size": 64},
     # Layers of one kind that others have too, each kind in its own mix: one of them is enough.
