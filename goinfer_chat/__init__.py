@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os.path
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -16,7 +16,8 @@ class _OurOwn:
     ours nor be run.
     """
 
-    _root = str(Path(__file__).resolve().parent.parent)
+    # Not with pathlib, which imports for some 20 ms: until `start.main` runs, Ctrl-C is a traceback.
+    _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:

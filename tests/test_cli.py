@@ -572,7 +572,7 @@ def test_the_guide_has_a_row_for_each_flag_with_all_its_words(setting: Setting) 
 
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     seen = b""
-    for delay in (0.03, 0.06, 0.1, 0.15):
+    for delay in (0.02, 0.06, 0.1, 0.15):
         command = [sys.executable, "-c", "print('up', flush=True); from goinfer_chat.start import main; main()"]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
