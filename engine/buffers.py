@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.config import ModelConfig
 from engine.kernels.attention import BLOCK, PART, STATE
-from engine.kernels.plan import GATED_ROWS, QUERY_TILE, SPLIT_ROWS
+from engine.kernels.plan import FEW_ROWS, GATED_ROWS, QUERY_TILE, SPLIT_ROWS
 from engine.pages import zeroed
 
 MAX_WANTED = 64
@@ -57,6 +57,9 @@ class Buffers:
         attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * widest + 2 * BLOCK) + 16 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated, 4 * given))).reshape(threads, -1)
+        widest_gate = max(c.ffn_sizes, default=0)
+        self.products = floats(FEW_ROWS, 2 * widest_gate)
+        self.strip_groups = zeroed(8 * (widest_gate // 32 + 1))
         self.logits = floats(MAX_WANTED, line(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
         self.counters = zeroed(LINE * (16 + 32 * c.num_layers)).view(np.int64)

@@ -196,6 +196,8 @@ class Model:
             "state_slots": b.num_parts,
             "scratch": b.scratch.ctypes.data,
             "scratch_bytes": b.scratch.strides[0],
+            "products": b.products.ctypes.data,
+            "strip_groups": b.strip_groups.ctypes.data,
             "num_experts": c.experts.count if c.experts else 0,
             "num_chosen": c.experts.chosen if c.experts else 0,
             "expert_sum": int(c.experts.is_normed) if c.experts else 0,

@@ -223,6 +223,8 @@ CONTEXT = _record(
     "state_slots",  # parts a query may have
     "scratch",
     "scratch_bytes",  # of one thread
+    "products",  # f32 [FEW_ROWS, 2, num_values]: of a few rows with gate and with up
+    "strip_groups",  # int64 [strips]: of a strip in which pieces meet, how many have products; 0 between operations
     # mixtures of experts
     "num_experts",
     "num_chosen",  # experts that a row passes

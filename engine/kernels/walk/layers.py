@@ -16,6 +16,7 @@ from engine.kernels.walk.instructions import (
     add_normed,
     add_scaled,
     add_vector,
+    atomic_add,
     call4,
     call10,
     cap_vector,
@@ -25,6 +26,7 @@ from engine.kernels.walk.instructions import (
     inverse_rms,
     matrix_at,
     norm_vector,
+    put_int64,
     scale_vector,
 )
 
@@ -253,35 +255,56 @@ def gated_piece(c: Record, op: Record, tid: int, rows: int, units: int, piece: i
 
 
 @compiled
-def gated_few(c: Record, op: Record, tid: int, rows: int, strip: int, end: int) -> None:
-    """Strips of outputs of a few rows: gate for as many as there is room for, then up.
+def activate_gated(c: Record, op: Record, result: Record, rows: int, strip: int, count: int) -> None:
+    """Strips of a few rows whose products are there."""
+    for r in range(rows):
+        x = c.products + 8 * r * result.num_values
+        up = x + 4 * result.num_values
+        if op.activates == Gate.GELU:
+            activate_gelu(result, r, x, up, 0, strip, count)
+        elif op.activates == Gate.CLIPPED:
+            activate_clipped(result, r, x, up, 0, strip, count)
+        else:
+            activate_silu(result, r, x, up, 0, strip, count)
 
-    Each change of the matrix is a new stream from memory, whose first lines nobody has asked for.
+
+@compiled
+def meet(c: Record, op: Record, result: Record, rows: int, first: int, last: int) -> None:
+    """Groups first..last of a strip have their products. Who brings the last of them activates the strip."""
+    groups = result.unit // 16
+    strip = first // groups
+    done = c.strip_groups + 8 * strip
+    if atomic_add(done, last - first) + last - first == groups:
+        put_int64(done, 0)
+        activate_gated(c, op, result, rows, strip, 1)
+
+
+@compiled
+def gated_few(c: Record, op: Record, rows: int, first: int, end: int) -> None:
+    """Groups first..end of a few rows: products with gate for as many as stay in L2, then with up, then their strips.
+
+    Each change of the matrix is a new stream from memory, whose first lines nobody has asked for. Where a piece begins
+    and ends is no strip's edge, or threads would not end together (35 strips for two).
     """
     act, result = activation_at(c.activations, op.activation), activation_at(c.activations, op.second)
-    gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
-    unit, buffer = result.unit, c.scratch + tid * c.scratch_bytes
-    most = max(1, GATED_ROWS * 256 // (unit * rows))
-    while strip < end:
-        count = min(end - strip, most)
-        first, last, values = strip * unit // 16, (strip + count) * unit // 16, count * unit
-        row_bytes, start = 8 * values, buffer - first * LINE
-        multiply(gate, act, first, last, 0, start, row_bytes, 0, rows)
-        multiply(up, act, first, last, 0, start + 4 * values, row_bytes, 0, rows)
-        for r in range(rows):
-            x = buffer + r * row_bytes
-            if op.bias:
-                biases = op.bias + 4 * strip * unit
-                add_vector(x, biases, values)
-                add_vector(x + 4 * values, biases + 4 * result.num_values, values)
-            x -= strip * unit * 4
-            if op.activates == Gate.GELU:
-                activate_gelu(result, r, x, x + 4 * values, 0, strip, count)
-            elif op.activates == Gate.CLIPPED:
-                activate_clipped(result, r, x, x + 4 * values, 0, strip, count)
-            else:
-                activate_silu(result, r, x, x + 4 * values, 0, strip, count)
-        strip += count
+    groups, row_bytes = result.unit // 16, 8 * result.num_values
+    most = max(1, GATED_ROWS * 256 // (result.unit * rows)) * groups
+    while first < end:
+        last = min(end, first // groups * groups + most)
+        for m in range(2):
+            out = c.products + 4 * m * result.num_values
+            multiply(matrix_at(c.matrices, op.matrix + m), act, first, last, 0, out, row_bytes, 0, rows)
+            for r in range(rows if op.bias else 0):
+                biases = op.bias + 4 * m * result.num_values + first * LINE
+                add_vector(out + r * row_bytes + first * LINE, biases, 16 * (last - first))
+        whole, past = (first + groups - 1) // groups, last // groups
+        if first < min(last, whole * groups):
+            meet(c, op, result, rows, first, min(last, whole * groups))
+        if whole < past:
+            activate_gated(c, op, result, rows, whole, past - whole)
+        if whole <= past and past * groups < last:
+            meet(c, op, result, rows, past * groups, last)
+        first = last
 
 
 @compiled

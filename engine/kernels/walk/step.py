@@ -102,7 +102,8 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return rows * (activation_at(c.activations, op.activation).num_values // op.share)
     if code == Op.GATED or code == Op.LONE:
         result = activation_at(c.activations, op.second)
-        return result.num_values // result.unit
+        in_groups = code == Op.GATED and rows <= FEW_ROWS
+        return result.num_values // (16 if in_groups else result.unit)
     if code == Op.ADD_NORM or code == Op.ADD_GATED:
         return rows * (c.hidden // 32)
     if code == Op.ROW_NORM or code == Op.ADD_BIAS or code == Op.GIVE:
@@ -170,7 +171,7 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
     elif code == Op.MERGE:
         merge(c, op, rows, start, end)
     elif code == Op.GATED and rows <= FEW_ROWS:
-        gated_few(c, op, tid, rows, start, end)
+        gated_few(c, op, rows, start, end)
     elif code == Op.GATED:
         gated_piece(c, op, tid, rows, units, piece)
     elif code == Op.LONE:
