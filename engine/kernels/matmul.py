@@ -44,8 +44,8 @@ from engine.quant import TensorType
 PREFETCH_BYTES = 8192
 """How far ahead of the weight stream tiles prefetch, rounded up to whole blocks. 4 and 12 KB are slower."""
 AGAIN_BYTES = 4096
-"""So far ahead a single row asks once more: a core drops what it is asked for while all its places for lines on their
-way are taken. Two threads read Q6_K at 95 % of the bandwidth instead of 84, Q4_K as before."""
+"""So far ahead a single row asks once more: what a core is asked for while all its places for lines on their way are
+taken seems to be lost. Two threads read Q6_K at 95 % of the bandwidth instead of 84, Q4_K as before."""
 
 
 @dataclass(frozen=True, slots=True)
