@@ -102,15 +102,25 @@ def test_a_server_that_prints_something_else_writes_nothing_on_the_terminal() ->
     assert done.stderr == ""
 
 
-def test_a_server_that_died_is_a_result(context: ToolContext) -> None:
+def test_a_server_that_died_is_a_result(context: ToolContext, tmp_path: Path) -> None:
+    told_to_die = tmp_path / "die"
     code = (
-        "import os, runpy, threading; threading.Timer(2, os._exit, (0,)).start(); "
+        "import os, runpy, threading, time\n"
+        "def die():\n"
+        f"    while not os.path.exists({str(told_to_die)!r}): time.sleep(0.02)\n"
+        "    os._exit(0)\n"
+        "threading.Thread(target=die, daemon=True).start()\n"
         f"runpy.run_path({str(SERVER)!r}, run_name='__main__')"
     )
     with McpServers() as servers:
         found, _ = servers.connect(McpServer(name="dying", command=(sys.executable, "-c", code)))
-        time.sleep(2.1)
-        assert Registry(found).call("dying_add", '{"a": 1, "b": 1}', context).status == "error"
+        registry = Registry(found)
+        assert registry.call("dying_add", '{"a": 1, "b": 1}', context).status == "ok"
+        told_to_die.touch()
+        last = time.monotonic() + 20
+        while (result := registry.call("dying_add", '{"a": 1, "b": 1}', context)).status == "ok":
+            assert time.monotonic() < last
+        assert result.status == "error"
 
 
 def test_the_end_of_the_connections_ends_the_servers() -> None:
