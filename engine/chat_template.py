@@ -440,10 +440,9 @@ class ChatTemplate:
             return True
         form = self.call_form
         names = [name for name in map(name_of, message.tool_calls) if name is not None]
-        start = text.find(form.opener) if form.opener else -1
         wanted = [(name, arguments_of(tool_function(call))) for name, call in zip(names, message.tool_calls)]
         schemas = {name: _schema_like([each for other, each in wanted if other == name]) for name in names}
-        calls = form.read(text[start:], schemas)[0] if start >= 0 else []
+        calls = form.read(form.from_opener(text, names), schemas)[0]
         found = [(name, arguments_of({"arguments": arguments})) for name, arguments in calls or read_objects(text)]
         return found == wanted
 

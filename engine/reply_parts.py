@@ -87,6 +87,7 @@ class ReplyParts(PartSorter):
         self._shown = False  # some text has been given out
         self._bare = BareCall(plan.names) if plan.form is not None and plan.form.has_bare_form else None
         self._opener = plan.form.opener if plan.form is not None else ""
+        self._inner = plan.form.inner_starts(plan.names) if plan.form is not None and self._opener else []
         self._marks = plan.reasoning
         self._code = _Code()
         self._trims = False  # blanks before the next text are dropped
@@ -153,6 +154,13 @@ class ReplyParts(PartSorter):
             self._held = self._held.lstrip()
             self._state = "call"
             return True
+        if (start := self._inner_start()) >= 0:
+            self._give(parts, "text", len(self._held[:start].rstrip()))
+            if not any(self._held.lstrip().startswith(inner) for inner in self._inner):
+                return False
+            self._held = self._opener + self._held.lstrip()  # as if it had been written
+            self._state = "call"
+            return True
         if self._bare is not None and not self._shown:
             self.bare = self._bare.find(self._held)
             if self.bare is not None:
@@ -163,6 +171,14 @@ class ReplyParts(PartSorter):
         shown = len(self._held) - (overlap(self._held, self._opener) if self._opener else 0)
         self._give(parts, "text", len(self._held[:shown].rstrip()))
         return False
+
+    def _inner_start(self) -> int:
+        """Where a call begins, or may, that has no opener; -1 where none does."""
+        for start in (i for i, c in enumerate(self._held) if c == "<") if self._inner else ():
+            rest = self._held[start:]
+            if any(rest.startswith(inner) or inner.startswith(rest) for inner in self._inner):
+                return -1 if self._code.holds(self._held[:start]) else start
+        return -1
 
     def _give(self, parts: list[Part], kind: Kind, length: int) -> None:
         if kind == "text":

@@ -63,6 +63,19 @@ class CallForm:
         """The marks that calls are written with."""
         return (self.head, self.between, self.middle or "", self.tail, *self.arguments.texts)
 
+    def inner_starts(self, names: Sequence[str]) -> list[str]:
+        """How calls of these tools begin that a model writes without the opener; none where that could be any text."""
+        inner = self._after_opener
+        return [inner + self._written(name) + self.between for name in names] if re.match(r"<\w", inner) else []
+
+    def from_opener(self, text: str, names: Sequence[str]) -> str:
+        """The calls in a reply, from the opener on, which some leave out; "" where there are none."""
+        start = text.find(self.opener) if self.opener else -1
+        if start >= 0:
+            return text[start:]
+        starts = [start for inner in self.inner_starts(names) if (start := text.find(inner)) >= 0]
+        return self.opener + text[min(starts) :] if starts else ""
+
     # -- grammars ------------------------------------------------------------------------------------------------------
 
     def rules(
@@ -157,7 +170,7 @@ class CallForm:
         `loosely`: also of tools that are not among these.
         """
         calls: list[CallText] = []
-        start = re.match(re.escape(self.opener) + r"\s*", text)
+        start = re.match(rf"\s*{re.escape(self.opener)}\s*", text)
         position = None if start is None else self._end_of(self._after_opener, text, start.end())
         while position is not None:
             found = self._read_one(text, position, schemas, loosely)

@@ -455,6 +455,47 @@ def test_calls_come_as_json_and_one_of_an_unknown_tool_as_it_was_written(name: s
         assert [type(event) for event in reply.events] == [ToolCallReady]
 
 
+@pytest.mark.parametrize("name", ["qwen3-coder", "minimax-m2"])
+def test_a_call_without_its_opener_is_one(name: str) -> None:
+    form = form_of(name)
+    call = form.write(("edit_file", WRITTEN))
+    begun = call.removeprefix(form.opener).lstrip()
+    for text in (begun, f"Let me look <now>.\n{begun}"):
+        for cut in range(len(text) + 1):
+            parts = ReplyParts(planned(name))
+            found = [part for piece in (text[:cut], text[cut:]) for part in parts.push(piece)] + parts.finish()
+            assert "".join(part.text for part in found) == text.removesuffix(begun).rstrip()
+            assert read(name, parts.call_text, tool(SCHEMA)) == [("edit_file", json.loads(WRITTEN))]
+            assert replace(planned(name), compiler=COMPILERS[name]).call_matcher(parts.call_text, None) is not None
+    for text in (begun.replace("edit_file", "launch_rocket"), f"So `{begun[:20]}", "a <b> < c <function=ed"):
+        parts = ReplyParts(planned(name))
+        found = [part for piece in text for part in parts.push(piece)] + parts.finish()
+        assert "".join(part.text for part in found) == text
+        assert not parts.in_call
+
+
+def test_a_call_without_its_opener_keeps_its_ids() -> None:
+    family = FAMILIES["qwen3-coder"]
+    said = form_of("qwen3-coder").write(("edit_file", WRITTEN)).removeprefix("<tool_call>\n")
+    ids = tuple(family.tokenizer.encode(said, continues=True))
+    call = {"id": "a", "type": "function", "function": {"name": "edit_file", "arguments": WRITTEN}}
+    asked = Message(role="user", content="go")
+    before = [*family.template.encode([asked], [tool(SCHEMA)]), *ids]
+    reply = Message(role="assistant", content="", tool_calls=(call,), ids=ids)
+    result = Message(role="tool", content="ok", tool_call_id="a", name="edit_file")
+    assert family.template.encode([asked, reply, result], [tool(SCHEMA)])[: len(before)] == before
+
+
+def test_a_forced_call_behind_reasoning_that_was_closed_is_read() -> None:
+    tokenizer = FAMILIES["qwen3.5"].tokenizer
+    call = form_of("qwen3.5").write(("edit_file", WRITTEN))
+    reply = ReplyText(tokenizer, planned("qwen3.5", thinking=True, forced=True), ())
+    for id in tokenizer.encode(f"</think>\n\n{call}", control=True, continues=True):
+        reply.push(id)
+    reply.finish(whole=True)
+    assert [(c.name, json.loads(c.arguments)) for c in reply.calls] == [("edit_file", json.loads(WRITTEN))]
+
+
 @pytest.mark.parametrize("name", ["qwen3-coder", "qwen2.5", "glm-4.6", "gemma4"])
 def test_a_call_within_code_or_reasoning_is_none(name: str) -> None:
     form = form_of(name)
