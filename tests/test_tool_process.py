@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -101,6 +102,43 @@ def test_what_a_program_leaves_running_ends_with_it(run: Any) -> None:
     assert time.monotonic() - started < 1.5
     assert result.text == "exit code 0\ndone\n\n[processes that it left running were ended]"
     assert processes("2345.6") == []
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems show no process that left its group")
+
+
+@ON_LINUX
+@pytest.mark.parametrize("then", ["sleep 0.1", "sleep 60"])
+def test_what_left_its_group_and_emptied_its_environment_ends_too(run: Any, then: str) -> None:
+    result = run(f"env -i setsid sleep 4567.8 & {then}", shell=True)
+    assert result.status == ("ok" if then == "sleep 0.1" else "timeout")
+    assert ("left running" in result.text) == (result.status == "ok")
+    assert processes("4567.8") == []
+
+
+def is_running(command: str) -> bool:
+    return any(line.startswith(command) for line in processes(command))
+
+
+@ON_LINUX
+def test_what_a_program_does_ends_when_whoever_asked_for_it_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tools import Registry, Root, ToolContext\n"
+        "Registry.built_in().call('run_command', '{\"command\": \"sleep 5678.9\"}', ToolContext(root=Root(Path())))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as asker:
+        until = time.monotonic() + 10
+        while not is_running("sleep 5678.9") and time.monotonic() < until:
+            time.sleep(0.02)
+        asker.kill()
+    while is_running("sleep 5678.9") and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not is_running("sleep 5678.9")
+
+
+def test_a_pipe_that_is_closed_ends_who_writes_to_it_without_a_word(run: Any) -> None:
+    assert run("yes | head -n 1", shell=True).text == "exit code 0\ny\n"
 
 
 def test_a_program_that_closes_its_output_and_goes_on_ends_in_time(run: Any) -> None:

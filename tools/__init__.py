@@ -9,7 +9,7 @@ root.py         the folder that paths cannot leave
 files.py        read_file, list_files, edit_file, write_file (replacing.py: whole or not at all)
 search.py       search, with ripgrep or ours (grep.py)
 commands.py     run_command, run_tests
-process.py      programs without a terminal, ended with all they started (environment.py, output.py)
+process.py      programs without a terminal, ended with all they started (warden.py, environment.py, output.py)
 journal.py      what files held before, so that a turn can be taken back
 errors.py       ToolError, ToolSetupError
 """

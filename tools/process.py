@@ -1,8 +1,8 @@
 """Programs that are started for a model: without a terminal, without input, ended with everything they started.
 
 A program gets a session of its own, so it has no terminal to wait for, and an empty standard input. When it ends, or
-its time is up, or the call is cancelled, its process group is ended; and so are processes that left the group, which
-are found by a mark in their environment where the system shows it (Linux).
+its time is up, or the call is cancelled, its process group is ended. On Linux so are processes that left the group: a
+warden (warden.py) inherits them, and should somebody end the warden, a mark in their environment tells whose they are.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import secrets
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -25,8 +26,9 @@ from tools.output import HeadAndTail
 
 MARK: Final = "GOINFER_CHAT_TOOL_CALL"
 POLL_SECONDS: Final = 0.02
-POLITE_SECONDS: Final = 0.3
-"""Between SIGTERM and SIGKILL."""
+POLITE_SECONDS: Final = 1.2
+"""Between SIGTERM and SIGKILL: the warden takes 0.3 before it ends what is left, and 0.7 for that at most."""
+_WARDEN: Final = Path(__file__).with_name("warden.py")
 DRAIN_SECONDS: Final = 0.2
 """For output that is still in the pipe when all is ended."""
 
@@ -58,32 +60,60 @@ def run_program(
     Raises ToolError when it cannot be started.
     """
     mark = secrets.token_hex(16)
-    try:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**environment, MARK: mark},
-            stdin=subprocess.DEVNULL if stdin is None else stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            restore_signals=True,
+    reports, to_report = os.pipe()
+    warden = (
+        [sys.executable, "-I", "-S", str(_WARDEN), str(to_report)] if sys.platform == "linux" and sys.executable else []
+    )
+    with open(reports, "rb") as report:
+        try:
+            process = subprocess.Popen(
+                [*warden, *command],
+                cwd=folder,
+                env={**environment, MARK: mark},
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                restore_signals=True,
+                pass_fds=(to_report,) if warden else (),
+            )
+        except (OSError, ValueError) as error:
+            raise _cannot_start(command[0], error) from error
+        finally:
+            os.close(to_report)
+        output = HeadAndTail(output_limit)
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            os.set_blocking(pipe.fileno(), False)
+            how = _follow(process, pipe.fileno(), output, time.monotonic() + timeout_seconds, cancel)
+            left = _end_all(process, mark, pipe.fileno(), output, polite=how != "exited")
+            code = process.wait()
+            _drain(pipe.fileno(), output, time.monotonic() + DRAIN_SECONDS)
+        return _as_reported(
+            report.read(), command[0], Ended(how=how, code=code, output=output.text(), left_running=left)
         )
-    except FileNotFoundError:
-        raise ToolError(f"there is no program {command[0]!r} here") from None
-    except PermissionError:
-        raise ToolError(f"{command[0]!r} is not a program that may be run") from None
-    except (OSError, ValueError) as error:
-        raise ToolError(f"{command[0]!r} cannot be run: {error}") from error
-    output = HeadAndTail(output_limit)
-    assert process.stdout is not None
-    with process.stdout as pipe:
-        os.set_blocking(pipe.fileno(), False)
-        how = _follow(process, pipe.fileno(), output, time.monotonic() + timeout_seconds, cancel)
-        left = _end_all(process, mark, pipe.fileno(), output, polite=how != "exited")
-        code = process.wait()
-        _drain(pipe.fileno(), output, time.monotonic() + DRAIN_SECONDS)
-    return Ended(how=how, code=code, output=output.text(), left_running=left)
+
+
+def _cannot_start(program: str, error: OSError | ValueError) -> ToolError:
+    match error:
+        case FileNotFoundError():
+            return ToolError(f"there is no program {program!r} here")
+        case PermissionError():
+            return ToolError(f"{program!r} is not a program that may be run")
+        case _:
+            return ToolError(f"{program!r} cannot be run: {error}")
+
+
+def _as_reported(report: bytes, program: str, ended: Ended) -> Ended:
+    """What the warden says of the program; the warden's own end where it says nothing. Raises ToolError."""
+    match report.split():
+        case [b"errno", number, *_]:
+            # OSError makes the subclass of the number.
+            raise _cannot_start(program, OSError(int(number), os.strerror(int(number))))
+        case [b"exit", code, left]:
+            return replace(ended, code=int(code), left_running=ended.left_running or left == b"1")
+        case _:
+            return ended
 
 
 def _follow(
