@@ -28,6 +28,9 @@ from goinfer_chat.terminal import OutputError, QuietTerminal, Stream
 from goinfer_chat.turn import play_turn
 from goinfer_chat.view.render import View, banner, report_error
 
+LEAVE = ("exit", "quit")
+"""Whole lines that end the program as /quit does: what shells and other prompts have taught."""
+
 
 def run_repl(agent: Agent, terminal: QuietTerminal, screen: Stream, make_view: Callable[[], View]) -> int:
     """Turns and commands until Ctrl-D or /quit; an error is one line and costs only its turn. Returns the exit code.
@@ -107,6 +110,8 @@ class Repl:
             return line
         if line.startswith("!!"):
             return f"/shell !{line[2:].strip() or self._last_shell}"
+        if line in LEAVE:
+            return "/quit"
         return f"/shell {line[1:]}" if line.startswith("!") else line.removeprefix("\\") if line[:2] == "\\!" else line
 
     def _with_files(self, turn: Turn) -> str:

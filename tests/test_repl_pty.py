@@ -248,6 +248,17 @@ def test_ctrl_d_in_mid_line_never_ends(start: Start) -> None:
     assert_left_as_found(terminal)
 
 
+@pytest.mark.parametrize("word", ["exit", "quit"])
+def test_exit_and_quit_leave_only_as_a_whole_line(word: str, start: Start) -> None:
+    terminal = start(HELLO)
+    terminal.wait_for_prompt()
+    terminal.send(f"{word} what?" + ENTER)
+    terminal.wait("Hello there.")
+    terminal.wait_for_prompt()
+    terminal.send(word + ENTER)
+    assert terminal.wait_for_end() == 0
+
+
 def test_what_is_typed_during_a_reply_waits_for_the_prompt(start: Start) -> None:
     terminal = start({"pieces": ["one ", "two ", "three"], "delay": 0.3}, HELLO)
     terminal.wait_for_prompt()
