@@ -88,8 +88,8 @@ def test_a_damaged_state_on_the_disk_costs_tokens_and_no_words(play: Play, tmp_p
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         (tmp_path / name / path.relative_to(tmp_path / "whole")).write_bytes(damaged)
     (expected,) = play(["and on"], "whole", "--resume", "a")
-    for name in changed:
-        (found,) = play(["and on"], name, "--resume", "a", said="damaged")
+    for name, said in (("flipped", "damaged"), ("cut", "unfinished")):  # as a kill leaves it
+        (found,) = play(["and on"], name, "--resume", "a", said=said)
         assert words([found]) == words([expected])
         assert 0 < found["restored_tokens"] < expected["restored_tokens"]
         assert found["recomputed_tokens"] == expected["restored_tokens"] - found["restored_tokens"]
