@@ -162,21 +162,25 @@ def _cgroup_memory(proc: Path, root: Path) -> Iterator[int]:
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            names = ("memory.max", "memory.current", "inactive_file")
+            names = ("memory.max", "memory.current", "")
             yield from _groups(root, path, *names)
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             yield from _groups(root / "memory", path, *names)
 
 
-def _groups(root: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
-    """What the group and each one above it leave. In a container the path may not exist below its own root."""
+def _groups(root: Path, path: str, limit_name: str, usage_name: str, prefix: str) -> Iterator[int]:
+    """What the group and each one above it leave. In a container the path may not exist below its own root.
+
+    Pages of files count as free, also those that were read twice, as in the kernel's own MemAvailable: they go first.
+    """
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         limit, usage = _read(folder / limit_name), _read(folder / usage_name)
         if limit.strip().isdigit() and usage.strip().isdigit():
             stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
-            yield int(limit) - int(usage) + int(stat.get(cache_name, "0"))
+            files = (stat.get(f"{prefix}{kind}_file", "0") for kind in ("inactive", "active"))
+            yield int(limit) - int(usage) + sum(map(int, files))
         if folder == root:
             return
 

@@ -106,10 +106,10 @@ def test_a_control_group_of_version_2_or_one_above_it_limits(tmp_path: Path) -> 
             "cgroup/user/chat/memory.current": "1000\n",
             "cgroup/user/memory.max": f"{3 * GIB}\n",
             "cgroup/user/memory.current": f"{2 * GIB}\n",
-            "cgroup/user/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+            "cgroup/user/memory.stat": f"anon 5\ninactive_file {GIB // 2}\nactive_file 4096\n",
         },
     )
-    assert free(tmp_path) == GIB + GIB // 2 - RESERVED
+    assert free(tmp_path) == GIB + GIB // 2 + 4096 - RESERVED
 
 
 def test_a_control_group_of_version_1_limits(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_a_control_group_of_version_1_limits(tmp_path: Path) -> None:
             "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
             "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",  # in a container the path below is the host's
             "cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-            "cgroup/memory/memory.stat": "total_inactive_file 4096\n",
+            "cgroup/memory/memory.stat": "active_file 1\ntotal_inactive_file 4096\ntotal_active_file 512\n",
         },
     )
-    assert free(tmp_path) == GIB + 4096 - RESERVED
+    assert free(tmp_path) == GIB + 4608 - RESERVED
 
 
 def test_unlimited_control_groups_do_not_limit(tmp_path: Path) -> None:
