@@ -35,7 +35,7 @@ def flood() -> str:
     return "y\\n" * 6000 + "\\x1b[2J<|im_end|>"
 """
 NOT_KNOWN = "think on; this model is not known to think"
-QUESTION = "mark writes: yes / no / always / edit:"
+QUESTION = "Allow mark (writes)? yes / no / always / edit:"
 
 Start = Callable[..., Terminal]
 
