@@ -37,7 +37,9 @@ class ConfigReader(MetadataReader):
         local = self._local(layers) if window else (False,) * layers
         if self.arch.chunks and not window:
             raise UnsupportedModelError(f"{self.file}: {self.arch.name} without attention in chunks is not supported")
+        # Before heads are looked at: which layers have none is checked here.
         convolution = convolution_sizes(self, layers, hidden) if self.arch.convolutions else None
+        scan = scan_sizes(self, layers) if self.arch.scans else None
         shared = self._num_shared(local)
         heads = self._heads(hidden, num_heads, local, shared)
         full = heads[local.index(False) if False in local else 0]
@@ -75,7 +77,7 @@ class ConfigReader(MetadataReader):
             is_parallel=self.arch.parallel and f"blk.0.{self.arch.ffn_norm}.weight" not in self.gguf.tensors,
             delta=delta_sizes(self, layers) if self.arch.delta_layers else None,
             convolution=convolution,
-            scan=scan_sizes(self, layers) if self.arch.scans else None,
+            scan=scan,
             is_unrotated=self.arch.rotation_said and not self.flag("rope.scaling.finetuned", True),
             num_spare_layers=spare,
         )

@@ -153,6 +153,22 @@ def test_a_tensor_that_is_missing_is_named(architecture: Architecture, tmp_path:
             Model.load(gguf)
 
 
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if ARCHITECTURE_ROWS[name].is_recurrent])
+def test_layers_with_a_state_and_none_with_attention_or_the_other_way_are_refused(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    """Also where a layer's tensors would be there."""
+    key, kinds = ("full_attention_interval", [1, 1024])
+    if f"{architecture}.{key}" not in keys_of(architecture):
+        key, kinds = ("attention.head_count_kv", [[1] * 4, [0] * 4])
+    for kind in kinds:
+        path = write_tiny_model(
+            tmp_path / "m.gguf", architecture, metadata={f"{architecture}.{key}": kind}, **sizes(architecture)
+        )
+        with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match="layers of one kind only"):
+            Model.load(gguf)
+
+
 def test_the_values_are_odd_enough_to_be_refused_and_tame_enough_to_run(tmp_path: Path) -> None:
     odd = {"rope.scaling.type": "dynamic", "rope.freq_base": float("nan"), "attention.head_count": "two"}
     for key, value in odd.items():
