@@ -121,6 +121,20 @@ def test_as_many_query_heads_as_a_tile_holds_can_share_a_kv_head_and_no_more(tmp
         Model.load(gguf)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_pieces_of_gate_and_up_that_end_amid_strips_do_not_show(threads: int, tmp_path: Path) -> None:
+    """Five strips of 256: for any number of threads some piece ends amid one, with many threads several do."""
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_layers": 2}
+    path = write_tiny_model(tmp_path / "strips.gguf", ffn_size=5 * 256, **sizes)
+    ids = tokens(FEW_ROWS + 1)
+    with running(path, threads=threads) as runner:
+        expected = runner.step((runner.table(), ids))  # more than a few: whole strips
+        for few in (1, 3, FEW_ROWS):
+            table = runner.table()
+            assert_same_bits(runner.step((table, ids[:few])), expected[:few])
+            assert_same_bits(runner.step((table, ids[few : few + 1])), expected[few : few + 1])
+
+
 def test_few_rows_of_a_wide_feed_forward_layer_stay_in_the_room_they_have(tmp_path: Path) -> None:
     """Each thread keeps gate and up of GATED_ROWS x 256 values, which 16 rows fill several times over."""
     sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_layers": 1}
