@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -49,9 +50,12 @@ def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]
     return run
 
 
-def command(tmp_path: Path, turns: Sequence[dict[str, Any]], *arguments: str | bytes) -> list[str | bytes]:
+def command(
+    tmp_path: Path, turns: Sequence[dict[str, Any]], *arguments: str | bytes, log: Path | None = None
+) -> list[str | bytes]:
+    """`log`: gets a line when the engine is asked."""
     script = tmp_path / "turns.json"
-    script.write_text(json.dumps({"turns": turns}), encoding="utf-8")
+    script.write_text(json.dumps({"turns": turns} | ({"log": str(log)} if log else {})), encoding="utf-8")
     return [sys.executable, str(PROGRAM), str(script), *arguments]
 
 
@@ -234,23 +238,32 @@ def test_a_model_that_is_not_there_is_code_3(tmp_path: Path) -> None:
 
 
 def test_interrupted_is_code_130_and_what_was_said_is_there(tmp_path: Path) -> None:
-    turns = [{"pieces": ["word "] * 200, "delay": 0.05}]
+    turns = [{"pieces": ["word "] * 400, "delay": 0.05}]
     for flags, shown in (([], b"word "), (["--json"], b'"finish_reason": "cancelled"')):
+        log = tmp_path / f"asked{len(flags)}"
         process = subprocess.Popen(
-            command(tmp_path, turns, "run", "go on", *flags),
+            command(tmp_path, turns, "run", "go on", *flags, log=log),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment(),
         )
         with process:
-            time.sleep(1.0)
+            begun = _when_begun(process, log, read=not flags)
             process.send_signal(signal.SIGINT)
-            interrupted = time.monotonic()
             output, errors = process.communicate(timeout=10)
-        assert time.monotonic() - interrupted < 1.0
         assert process.returncode == 130
-        assert shown in output
+        assert shown in begun + output
+        # Twenty seconds of words: it does not go on for one, but a busy machine may let a second pass.
+        assert (begun + output).count(b"word ") < 80
         assert b"Traceback" not in errors
+
+
+def _when_begun(process: subprocess.Popen[bytes], log: Path, *, read: bool) -> bytes:
+    """Waits until the engine is asked and, where the reply comes piece by piece, for the first: what came of it."""
+    while not log.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return os.read(process.stdout.fileno(), 100) if read else b""
 
 
 # Pipes that end
@@ -258,7 +271,7 @@ def test_interrupted_is_code_130_and_what_was_said_is_there(tmp_path: Path) -> N
 
 def test_no_input_ends_at_once_with_code_0_and_no_model_loaded(tmp_path: Path) -> None:
     for stdin in (subprocess.DEVNULL, None):
-        started = time.monotonic()
+        used = _seconds_of_children()
         # The program's own engine: were it asked for, this would fail for want of a model.
         done = subprocess.run(
             ["/bin/sh", "-c", '"$0" -m goinfer_chat --model no-such-model 0<&-', sys.executable]
@@ -267,14 +280,15 @@ def test_no_input_ends_at_once_with_code_0_and_no_model_loaded(tmp_path: Path) -
             stdin=stdin,
             capture_output=True,
             env=environment(),
+            timeout=30,
         )
-        assert time.monotonic() - started < 1.0
+        assert _seconds_of_children() - used < 1.0
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_goes_away_ends_the_program_without_a_word(tmp_path: Path, unbuffered: str) -> None:
-    turns = [{"pieces": [f"{number}\n" for number in range(2000)], "delay": 0.01}]
+    turns = [{"pieces": [f"{number}\n" for number in range(4000)], "delay": 0.01}]
     process = subprocess.Popen(
         command(tmp_path, turns, "run", "count"),
         stdout=subprocess.PIPE,
@@ -287,7 +301,7 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word(tmp_path: Path,
         closed = time.monotonic()
         assert process.stderr.read() == b""
         assert process.wait(10) == 141
-        assert time.monotonic() - closed < 2.0
+        assert time.monotonic() - closed < 10  # of 40 seconds
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs `head`")
@@ -547,9 +561,16 @@ def test_help_imports_nothing_heavy_and_answers_at_once() -> None:
 
 
 def _seconds(arguments: list[str]) -> float:
-    started = time.monotonic()
+    """What a program that waits for nothing takes on a machine of its own: its time on a CPU."""
+    used = _seconds_of_children()
     subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True, env=environment())
-    return time.monotonic() - started
+    return _seconds_of_children() - used
+
+
+def _seconds_of_children() -> float:
+    """Time on a CPU of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("name", [[], ["chat"], ["run"]])

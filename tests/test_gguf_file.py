@@ -248,11 +248,11 @@ def test_bad_files_cost_neither_time_nor_memory(tmp_path: Path) -> None:
         from engine.errors import ModelError
         from engine.gguf_file import open_gguf
         for path in sorted(Path(sys.argv[1]).iterdir()):
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 open_gguf(path)
             except ModelError:
-                assert time.perf_counter() - start < 1, path
+                assert time.process_time() - start < 1, path
             else:
                 raise SystemExit(f"{path} was opened")
         # Of this program alone: ru_maxrss would start at what pytest itself had in memory.

@@ -264,10 +264,10 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_a_second_with_a_reason(schema: Any, reason: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(SchemaError, match=reason) as error:
         grammar(schema)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(str(error.value).splitlines()) == 1
     if schema != {"$ref": "#"}:  # that no text ends is seen by who draws tokens
         with pytest.raises(SchemaError) as without_a_model:
@@ -289,11 +289,11 @@ def test_what_cannot_be_followed_is_refused_in_a_second_with_a_reason(schema: An
     ],
 )
 def test_large_schemas_compile_within_a_second(schema: dict[str, Any]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     matcher = grammar(schema).matcher()
     assert matcher is not None
     assert len(matcher.allowed())
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_format_says_nothing_about_numbers() -> None:

@@ -477,4 +477,10 @@ def test_the_prompt_is_there_within_a_second(start: Start) -> None:
     started = time.monotonic()
     terminal = start(HELLO)
     terminal.wait_for_prompt()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started - seconds_without_a_cpu(terminal.process.pid) < 1.0
+
+
+def seconds_without_a_cpu(pid: int) -> float:
+    """How long a process could have run and others did; 0 where the system does not tell (Linux does)."""
+    figures = Path(f"/proc/{pid}/schedstat")
+    return int(figures.read_text().split()[1]) / 1e9 if figures.exists() else 0.0

@@ -116,6 +116,38 @@ def test_what_left_its_group_and_emptied_its_environment_ends_too(run: Any, then
     assert processes("4567.8") == []
 
 
+@ON_LINUX
+@pytest.mark.parametrize("name", ["INT", "HUP", "TERM", "USR1"])
+def test_what_a_program_sends_to_its_group_reaches_itself_alone(run: Any, name: str) -> None:
+    command = f"trap 'echo got {name}' {name}; kill -{name} 0; env -i setsid sleep 4567.9 & echo on; exit 7"
+    text = run(command, shell=True).text
+    assert text == f"exit code 7\ngot {name}\non\n\n[processes that it left running were ended]"
+    assert processes("4567.9") == []
+
+
+TO_ITS_WARDEN = """
+import os, signal, subprocess, time
+warden = os.getppid()
+pipes = [name for name in os.listdir(f"/proc/{warden}/fd") if int(name) > 2]
+report = os.open(f"/proc/{warden}/fd/{pipes[0]}", os.O_WRONLY)
+"""
+
+
+@ON_LINUX
+def test_a_program_that_ends_its_warden_keeps_nobody_waiting_and_ends_too(run: Any, tmp_path: Path) -> None:
+    holds = "subprocess.Popen(['sleep', '4567.7'], env={}, process_group=0, pass_fds=[report], stdout=-3, stderr=-3)\n"
+    (tmp_path / "a.py").write_text(f"{TO_ITS_WARDEN}{holds}os.kill(warden, signal.SIGKILL)\ntime.sleep(60)")
+    assert run(f"{sys.executable} a.py").text.startswith("ended by signal 9")
+    assert processes("4567.7") == processes("a.py") == []
+
+
+@ON_LINUX
+@pytest.mark.parametrize("said", ["errno x y ", "exit 99999999999 0", "\\xff", "exit 1 1" * 9000])
+def test_whatever_a_program_says_in_its_wardens_place_is_a_result(run: Any, tmp_path: Path, said: str) -> None:
+    (tmp_path / "a.py").write_text(f"{TO_ITS_WARDEN}os.set_blocking(report, False)\nos.write(report, b'{said}')")
+    assert run(f"{sys.executable} a.py").status == "ok"
+
+
 def is_running(command: str) -> bool:
     return any(line.startswith(command) for line in processes(command))
 

@@ -2,12 +2,14 @@
 
 A program gets a session of its own, so it has no terminal to wait for, and an empty standard input. When it ends, or
 its time is up, or the call is cancelled, its process group is ended. On Linux so are processes that left the group: a
-warden (warden.py) inherits them, and should somebody end the warden, a mark in their environment tells whose they are.
+warden (warden.py) inherits them, and should somebody end the warden, their session or a mark in their environment tells
+whose they are.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -29,6 +31,8 @@ POLL_SECONDS: Final = 0.02
 POLITE_SECONDS: Final = 1.2
 """Between SIGTERM and SIGKILL: the warden takes 0.3 before it ends what is left, and 0.7 for that at most."""
 _WARDEN: Final = Path(__file__).with_name("warden.py")
+_LONGEST_REPORT: Final = 64
+_REPORT: Final = re.compile(rb"(errno (?P<errno>\d{1,5}) )?exit (?P<code>-?\d{1,5}) (?P<left>[01])")
 DRAIN_SECONDS: Final = 0.2
 """For output that is still in the pipe when all is ended."""
 
@@ -64,7 +68,8 @@ def run_program(
     warden = (
         [sys.executable, "-I", "-S", str(_WARDEN), str(to_report)] if sys.platform == "linux" and sys.executable else []
     )
-    with open(reports, "rb") as report:
+    os.set_blocking(reports, False)  # somebody else may hold the other end, and for ever
+    with open(reports, "rb", buffering=0) as report:
         try:
             process = subprocess.Popen(
                 [*warden, *command],
@@ -89,9 +94,8 @@ def run_program(
             left = _end_all(process, mark, pipe.fileno(), output, polite=how != "exited")
             code = process.wait()
             _drain(pipe.fileno(), output, time.monotonic() + DRAIN_SECONDS)
-        return _as_reported(
-            report.read(), command[0], Ended(how=how, code=code, output=output.text(), left_running=left)
-        )
+        said = report.read(_LONGEST_REPORT) or b""
+        return _as_reported(said, command[0], Ended(how=how, code=code, output=output.text(), left_running=left))
 
 
 def _cannot_start(program: str, error: OSError | ValueError) -> ToolError:
@@ -105,15 +109,17 @@ def _cannot_start(program: str, error: OSError | ValueError) -> ToolError:
 
 
 def _as_reported(report: bytes, program: str, ended: Ended) -> Ended:
-    """What the warden says of the program; the warden's own end where it says nothing. Raises ToolError."""
-    match report.split():
-        case [b"errno", number, *_]:
-            # OSError makes the subclass of the number.
-            raise _cannot_start(program, OSError(int(number), os.strerror(int(number))))
-        case [b"exit", code, left]:
-            return replace(ended, code=int(code), left_running=ended.left_running or left == b"1")
-        case _:
-            return ended
+    """What the warden says of the program; the warden's own end where it says nothing, or somebody else speaks for it.
+
+    Raises ToolError.
+    """
+    said = _REPORT.fullmatch(report)
+    if said is None:
+        return ended
+    if said["errno"]:
+        number = int(said["errno"])
+        raise _cannot_start(program, OSError(number, os.strerror(number)))  # which makes the subclass of the number
+    return replace(ended, code=int(said["code"]), left_running=ended.left_running or said["left"] == b"1")
 
 
 def _follow(
@@ -161,17 +167,25 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _marked(mark: str, leader: int) -> list[int]:
-    """Processes with this mark in their environment, besides the leader. Empty where the system does not show it."""
+    """Processes in the leader's session or with this mark in their environment, besides the leader. Empty where the
+    system does not show it."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     with suppress(OSError):
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) == leader:
                 continue
-            with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if wanted in file.read():
+            with suppress(OSError):
+                if wanted in Path("/proc", name, "environ").read_bytes() or _is_of_session(name, leader):
                     found.append(int(name))
     return found
+
+
+def _is_of_session(name: str, leader: int) -> bool:
+    """Whether a process belongs to the leader's session and has not ended."""
+    if os.getsid(int(name)) != leader:
+        return False
+    return Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
 
 
 def _read(pipe: int, output: HeadAndTail, seconds: float) -> bool:

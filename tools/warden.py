@@ -15,7 +15,7 @@ from contextlib import suppress
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of <linux/prctl.h>
 _POLITE_SECONDS = 0.3
-"""Between the SIGTERM that the program's group got and SIGKILL."""
+"""Between SIGTERM for the program's group and SIGKILL."""
 _END_SECONDS = 0.7
 """For processes that go on starting others while they are ended; then it is left to who started the warden."""
 
@@ -31,21 +31,24 @@ def main(report: int, command: list[str]) -> None:
     prctl(_SUBREAPER, 1, 0, 0, 0)
     prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     os.set_inheritable(report, False)
-    code = None
+    os.set_blocking(report, False)  # somebody may have filled it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    program, code, asked = 0, None, False
     try:
         signal.signal(signal.SIGTERM, _asked)
         program = _started(report, command)
         while code is None:
-            ended, status = os.waitpid(-1, 0)
-            code = os.waitstatus_to_exitcode(status) if ended == program else None
-    except _Asked:
+            code = _waited_for(program, 0)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        until = time.monotonic() + _POLITE_SECONDS
-        while _lives() and time.monotonic() < until:
-            time.sleep(0.01)
+    except _Asked:
+        asked = True
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if asked and program:
+        code = _end_politely(program)
     left = _lives()
     _end_all()
-    os.write(report, f"exit {-signal.SIGKILL if code is None else code} {int(left)}".encode())
+    with suppress(BlockingIOError):
+        os.write(report, f"exit {-signal.SIGKILL if code is None else code} {int(left)}".encode())
 
 
 def _asked(_number: int, _frame: object) -> None:
@@ -53,17 +56,41 @@ def _asked(_number: int, _frame: object) -> None:
 
 
 def _started(report: int, command: list[str]) -> int:
+    """In a group of its own: what it sends to its group (`kill 0`) is not for the warden."""
     program = os.fork()
     if program:
+        with suppress(OSError):  # it was the first to do so
+            os.setpgid(program, program)
         return program
     try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that is inherited
+        os.setpgid(0, 0)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # ignored here, and that is inherited
             signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)  # noqa: S606 - to start it is what the warden is for
     except OSError as error:
         os.write(report, f"errno {error.errno} ".encode())
     finally:
         os._exit(127)
+
+
+def _end_politely(program: int) -> int | None:
+    """SIGTERM for its group, and time to follow. The program's exit code if it did."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(program, signal.SIGTERM)
+    code = None
+    until = time.monotonic() + _POLITE_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            ended = _waited_for(program, os.WNOHANG)
+            code = code if ended is None else ended
+            time.sleep(0.01)
+    return code
+
+
+def _waited_for(program: int, options: int) -> int | None:
+    """Take off one child that has ended. Its exit code if it is the program. Raises ChildProcessError."""
+    ended, status = os.waitpid(-1, options)
+    return os.waitstatus_to_exitcode(status) if ended == program else None
 
 
 def _lives() -> bool:
