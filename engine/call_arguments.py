@@ -23,6 +23,7 @@ from engine.call_schema import TYPES, cases_of, kind_of
 from engine.call_values import NO_VALUE, as_json, read_value
 from engine.errors import SchemaError
 from engine.grammar import GrammarCompiler, JsonStyle
+from engine.json_schema import is_valid
 
 Schema = Mapping[str, Any]
 
@@ -257,11 +258,5 @@ def _fits(value: Any, own: Any, schema: Schema | None) -> bool:
     """Whether a value that could be a text as well is valid as what it says."""
     if isinstance(own, bool):
         return own
-    from jsonschema import Draft202012Validator
-    from referencing.exceptions import Unresolvable
-
     shared = {word: (schema or {})[word] for word in ("$defs", "definitions") if word in (schema or {})}
-    try:
-        return Draft202012Validator({**shared, **own}).is_valid(value)
-    except Unresolvable:
-        return False
+    return is_valid(value, {**shared, **own})

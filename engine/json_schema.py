@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import SchemaError
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 MAX_DEPTH = 60
 """Levels of objects and lists in a schema; each nested object takes two or three."""
@@ -158,6 +161,57 @@ def _check_node(node: dict[str, Any], where: str, what: str) -> None:
     # Keys that a schema does not name may come twice, and count once then.
     if node.get("minProperties", 0) > max(1, len(node.get("required", ()))):
         raise refuse('"minProperties" is supported up to the number of required properties')
+
+
+def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is valid under a schema that was checked."""
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return bool(validator(schema).is_valid(value))
+    except (Unresolvable, RecursionError, ValueError):
+        return False
+
+
+def validator(schema: Mapping[str, Any] | bool) -> Validator:
+    """Of values, in time that grows with them; a pattern that cannot be followed is a ValueError then.
+
+    Python's `re` does not know `\\p{L}`, and some patterns take it years: they are followed as a grammar does.
+    """
+    from jsonschema import Draft202012Validator, ValidationError, validators
+    from referencing import Registry
+
+    def pattern(_: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(value, str) and not _has_match(pattern, value):
+            yield ValidationError(f"is not like {pattern}")
+
+    def named(own: Any, patterns: Mapping[str, Any], value: Any, schema: Any) -> Iterator[ValidationError]:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            for pattern, inner in patterns.items():
+                if _has_match(pattern, key):
+                    yield from own.descend(item, inner, path=key)
+
+    def others(own: Any, inner: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        patterns = schema.get("patternProperties", ())
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if key not in schema.get("properties", {}) and not any(_has_match(p, key) for p in patterns):
+                yield from own.descend(item, inner, path=key)
+
+    linear = {"pattern": pattern, "patternProperties": named, "additionalProperties": others}
+    made: Validator = validators.extend(Draft202012Validator, linear)(schema, registry=Registry())  # type: ignore[no-untyped-call]
+    return made
+
+
+def _has_match(pattern: str, text: str) -> bool:
+    """Whether a regular expression is found in a text. Raises ValueError for one that cannot be followed."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    written = json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"pattern {_shown(pattern)}: {_problem_of_pattern(pattern)}")
+    return bool(matcher.try_consume_tokens([*written]) == len(written) and matcher.is_accepting())
 
 
 def _problem_of_pattern(pattern: str) -> str:

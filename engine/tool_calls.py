@@ -6,6 +6,7 @@ of its own (call_arguments.py).
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -127,10 +128,16 @@ class CallForm:
 
     def write(self, *calls: CallText) -> str:
         """Calls with their arguments as JSON text."""
-        texts = [f"{self._written(name)}{self.between}{self.arguments.write(given)}" for name, given in calls]
-        numbers = iter(range(sum(text.count(NUMBER) for text in self.texts) * len(calls)))
-        written = self.head + (self.middle or "").join(texts) + self.tail
-        return re.sub(NUMBER, lambda _: str(next(numbers)), written)
+        counter = itertools.count()
+
+        def numbered(mark: str) -> str:
+            return re.sub(NUMBER, lambda _: str(next(counter)), mark)
+
+        written = numbered(self.head)
+        for place, (name, given) in enumerate(calls):
+            written += numbered(self.middle or "") if place else ""
+            written += self._written(name) + numbered(self.between) + self.arguments.write(given)
+        return written + numbered(self.tail)
 
     def _written(self, name: str) -> str:
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.quotes_names else name

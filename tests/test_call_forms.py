@@ -405,6 +405,34 @@ def test_a_text_cannot_spell_the_quotes_that_would_end_it() -> None:
     assert quote in matcher.allowed()
 
 
+def test_a_value_that_could_be_a_text_is_held_to_patterns_that_python_cannot_follow() -> None:
+    def found(pattern: str, text: str, *, names: bool = False) -> Any:
+        lists = {"type": "array", "items": {"type": "string", "pattern": pattern}}
+        objects = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": False}
+        schema = {"type": "object", "properties": {"v": {"anyOf": [{"type": "string"}, objects if names else lists]}}}
+        written = form_of("qwen3-coder").write(("edit_file", json.dumps({"v": text})))
+        assert accepts("qwen3-coder", written, tool(schema))
+        ((_, arguments),) = read("qwen3-coder", written, tool(schema))
+        return arguments["v"]
+
+    assert found(r"^\p{L}+$", '["é"]') == ["é"]
+    assert found(r"^\p{L}+$", '["1"]') == '["1"]'
+    assert found(r"^\p{L}+$", '{"é": 1}', names=True) == {"é": 1}
+    assert found(r"^\p{L}+$", '{"1": 1}', names=True) == '{"1": 1}'
+    slow = "a" * 60 + "!"
+    assert found("^(a+)+$", f'["{slow}"]') == f'["{slow}"]'  # 2**60 tries for a matcher that goes back
+    assert found("^(a+)+$", f'{{"{slow}": 1}}', names=True) == f'{{"{slow}": 1}}'
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_null_character_in_arguments_is_no_number_of_a_call(name: str) -> None:
+    form = form_of(name)
+    plain = form.write(("edit_file", '{"path": "a@", "count": 1}'))
+    for arguments in ('{"path": "a\\u0000", "count": 1}', "a\0", "\0" * 5):
+        text = form.write(("edit_file", arguments))
+        assert text.startswith(plain[: plain.index("edit_file")] + "edit_file")
+
+
 # -- replies -----------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from engine.api import (
 )
 from engine.errors import EngineError, UsageError
 from engine.remote import RemoteEngine
+from engine.remote.checks import problem_of_text
 
 ADD = {
     "type": "function",
@@ -377,3 +378,15 @@ def test_the_key_is_sent_and_nothing_else_knows_it() -> None:
         list(engine.generate(request()))
         assert server.headers[0]["authorization"] == "Bearer secret-key"
         assert "secret-key" not in repr(engine.info)
+
+
+def test_a_servers_json_is_held_to_patterns_that_python_cannot_follow() -> None:
+    def problem(pattern: str, text: str) -> str | None:
+        schema = {"type": "string", "pattern": pattern}
+        asked = Request(messages=(Message(role="user", content="go"),), json_schema=schema)
+        return problem_of_text(asked, json.dumps(text))
+
+    assert problem(r"^\p{L}+$", "é") is None
+    assert problem(r"^\p{L}+$", "1") == r"is not like ^\p{L}+$"
+    assert problem("^(a+)+$", "a" * 60 + "!") == "is not like ^(a+)+$"  # 2**60 tries for a matcher that goes back
+    assert "cannot be checked" in str(problem("(?=a)", "a"))

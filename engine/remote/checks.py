@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.api import NamedTool, Request, ToolCall, tool_function, tool_name
+from engine.json_schema import validator
 
 
 def problem_of_calls(request: Request, calls: Sequence[ToolCall]) -> str | None:
@@ -36,8 +37,7 @@ def problem_of_text(request: Request, text: str) -> str | None:
 
 
 def _problem(text: str, schema: Mapping[str, Any] | bool) -> str | None:
-    from jsonschema import Draft202012Validator, SchemaError
-    from referencing import Registry
+    from jsonschema import SchemaError
     from referencing.exceptions import Unresolvable
 
     try:
@@ -45,7 +45,7 @@ def _problem(text: str, schema: Mapping[str, Any] | bool) -> str | None:
     except (ValueError, RecursionError) as error:
         return f"no JSON ({error})"
     try:
-        wrong = next(iter(Draft202012Validator(schema, registry=Registry()).iter_errors(value)), None)
+        wrong = next(iter(validator(schema).iter_errors(value)), None)
     except (SchemaError, Unresolvable, RecursionError, ValueError) as problem:
         return f"the schema cannot be checked ({problem})"
     return None if wrong is None else " ".join(wrong.message.split())[:200]
