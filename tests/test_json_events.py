@@ -91,3 +91,12 @@ def test_thinking_is_kept_out_of_what_is_piped(tmp_path: Path) -> None:
     )
     assert done.stdout == "Hello\n"
     assert "see" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN"])
+def test_arguments_that_json_cannot_say_are_shown_as_their_text(tmp_path: Path, number: str) -> None:
+    arguments = f'{{"path": {number}}}'
+    turns = [{"calls": [{"name": "read_file", "arguments": arguments}]}, {"pieces": ["done"]}]
+    shown = json.dumps(printed(tmp_path, turns, "--events", "--tools", "read_file"))
+    assert json.dumps(arguments) in shown
+    assert '"error":' not in shown

@@ -223,3 +223,10 @@ def test_installed_packages_offer_tools_and_a_broken_one_costs_its_own(
     assert len(problems) == 1
     assert "offering: bad cannot be loaded: ModuleNotFoundError" in problems[0]
     sys.modules.pop("offered_tools")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_is_none_in_json_is_a_result_that_says_so(tmp_path: Path, number: str) -> None:
+    result = Registry.built_in().call("list_files", f'{{"path": {number}}}', ToolContext(root=Root(tmp_path)))
+    assert result.status == "error"
+    assert result.text.startswith(f"the arguments are not JSON: {number} is ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -39,7 +40,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         problem = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ToolError(f"the arguments are not JSON: {problem}; send one JSON object") from error
@@ -80,6 +81,14 @@ def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """1e999 is valid JSON, and infinite here: neither JSON nor a schema knows what to do with that."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
 
 
 def _kind(value: Any) -> str:

@@ -224,7 +224,9 @@ def call_object(call: ToolCall) -> dict[str, Any]:
     """A call as --json shows it: the arguments as an object, or as text if they are not JSON."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(call.arguments or "{}")
+        values = json.loads(call.arguments or "{}")
+        json.dumps(values, allow_nan=False)  # NaN and 1e999 are read, and cannot be written
+        arguments = values
     return {"id": call.id, "name": call.name, "arguments": arguments}
 
 
