@@ -158,6 +158,7 @@ def _check_node(node: dict[str, Any], where: str, what: str) -> None:
         if problem:
             raise refuse(f'"pattern" {_shown(pattern)} cannot be followed: {problem}')
     _check_texts(node, refuse)
+    _check_numbers(node, refuse)
     # Keys that a schema does not name may come twice, and count once then.
     if node.get("minProperties", 0) > max(1, len(node.get("required", ()))):
         raise refuse('"minProperties" is supported up to the number of required properties')
@@ -221,6 +222,21 @@ def _problem_of_pattern(pattern: str) -> str:
     schema = json.dumps({"type": "string", "pattern": pattern})
     said: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     return said.strip().splitlines()[-1].removeprefix("error: ") if said.strip() else ""
+
+
+def _check_numbers(node: dict[str, Any], refuse: Any) -> None:
+    """A grammar has numbers as f64, and writes those beyond 2**53 rounded: another number would be said."""
+    wrong = next((x for x in _whole_numbers([node.get("const"), node.get("enum")]) if abs(x) > 2**53), None)
+    if wrong is not None:
+        raise refuse(f"the number {_shown(wrong)} has more digits than can be followed")
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(item)
 
 
 def _check_texts(node: dict[str, Any], refuse: Any) -> None:

@@ -151,7 +151,11 @@ _LEAVES = st.one_of(
         ]
     ),
     st.lists(
-        st.one_of(st.integers(), st.text(st.characters(exclude_categories=["C"]), max_size=4), st.none()),
+        st.one_of(
+            st.integers(-(2**53), 2**53),
+            st.text(st.characters(exclude_categories=["C"]), max_size=4),
+            st.none(),
+        ),
         min_size=1,
         max_size=4,
     ).map(lambda v: {"enum": v}),
@@ -201,7 +205,24 @@ def test_whatever_is_drawn_from_what_is_allowed_is_valid(schema: dict[str, Any],
         assert grammar(schema, vocabulary).accepts(text)
 
 
+@pytest.mark.parametrize("schema", [{"enum": [2**53 - 1, 2**53]}, {"const": -(2**53)}])
+def test_a_large_number_that_is_said_is_the_one_of_the_schema(schema: dict[str, Any]) -> None:
+    for seed in range(20):
+        text = walk(schema, seed, "bpe")
+        if text is not None:
+            jsonschema.validate(json.loads(text), schema)
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**60, -(2**53) - 1, 10**30, 10**400])
+@pytest.mark.parametrize("word", ["const", "enum"])
+def test_a_number_that_would_be_rounded_is_refused(word: str, number: int) -> None:
+    for value in ([number], [{"a": [number]}]):
+        with pytest.raises(SchemaError, match="more digits than can be followed"):
+            grammar({"properties": {"n": {word: value}}})
+    assert grammar({"type": "integer", "maximum": 2**63 - 1})
 
 
 @pytest.mark.parametrize(
