@@ -194,6 +194,9 @@ def validator(schema: Mapping[str, Any] | bool) -> Validator:
 
     def others(own: Any, inner: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
         patterns = schema.get("patternProperties", ())
+        if not patterns:  # then its message names all that are too many
+            yield from Draft202012Validator.VALIDATORS["additionalProperties"](own, inner, value, schema)
+            return
         for key, item in value.items() if isinstance(value, dict) else ():
             if key not in schema.get("properties", {}) and not any(_has_match(p, key) for p in patterns):
                 yield from own.descend(item, inner, path=key)

@@ -35,6 +35,7 @@ from goinfer_chat.conversations import Conversations
 from goinfer_chat.script import CommandLine
 from goinfer_chat.settings import Settings
 from goinfer_chat.slash.commands import COMMANDS
+from tools import Checked, Tool, ToolResult
 
 OWN_TOOLS = '''
 import time
@@ -661,6 +662,24 @@ def test_a_server_whose_tools_are_called_as_others_costs_those_and_not_the_chat(
     toolbox = agent.open_toolbox()
     assert toolbox.registry.names.count("a_b_add") == 1
     assert any("two tools are called a_b_add" in notice for notice in toolbox.notices)
+
+
+def test_patterns_of_a_strangers_schema_are_followed_in_bounded_time(make: Make) -> None:
+    """Python's `re` would follow `^(a+)+$` through 100 letters for longer than anyone lives."""
+    registry = make(DONE)[0].open_toolbox().registry
+    text = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}},
+        "additionalProperties": False,
+    }
+    registry.add(Tool(name="slow", description="", parameters=text, risk="reads", run=lambda context, arguments: "ran"))
+    wrong = registry.check("slow", json.dumps({"x": "a" * 100 + "!"}))
+    assert isinstance(wrong, ToolResult)
+    assert "x: is not like ^(a+)+$" in wrong.text
+    assert isinstance(registry.check("slow", json.dumps({"x": "a" * 100})), Checked)
+    more = registry.check("slow", '{"x": "a", "y": 1}')
+    assert isinstance(more, ToolResult)
+    assert "'y' was unexpected" in more.text
 
 
 @pytest.mark.parametrize(

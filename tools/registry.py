@@ -11,7 +11,7 @@ from typing import Any, Final
 from tools.errors import ToolError, ToolSetupError
 from tools.output import bounded
 from tools.tool import Tool, ToolContext, ToolResult
-from tools.validation import check_arguments, parse_arguments
+from tools.validation import MakeValidator, check_arguments, parse_arguments, plain_validator
 
 PATIENCE_SECONDS: Final = 0.7
 """How long a tool may take to end by itself after its time is up or it was cancelled."""
@@ -28,22 +28,26 @@ class Checked:
 
 
 class Registry:
-    """Tools by name, in the order they were added."""
+    """Tools by name, in the order they were added.
 
-    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+    `validator` checks arguments; one that is given follows the patterns of strangers' schemas in bounded time.
+    """
+
+    def __init__(self, tools: Iterable[Tool] = (), validator: MakeValidator = plain_validator) -> None:
         self._tools: dict[str, Tool] = {}
+        self._validator = validator
         for tool in tools:
             self.add(tool)
 
     @classmethod
-    def built_in(cls) -> Registry:
+    def built_in(cls, validator: MakeValidator = plain_validator) -> Registry:
         """The tools for work on files and programs."""
         from tools.commands import run_command, run_tests
         from tools.files import edit_file, list_files, read_file, write_file
         from tools.search import search
 
         tools = (read_file, list_files, search, edit_file, write_file, run_command, run_tests)
-        return cls(replace(tool, source="built in") for tool in tools)
+        return cls((replace(tool, source="built in") for tool in tools), validator)
 
     def add(self, tool: Tool) -> None:
         """Raises ToolSetupError for a name that is taken."""
@@ -73,14 +77,14 @@ class Registry:
     def select(self, names: Iterable[str]) -> Registry:
         """These tools alone, in this registry's order. Raises ToolError for a name that is not there."""
         wanted = {self.get(name).name for name in names}
-        return Registry(tool for name, tool in self._tools.items() if name in wanted)
+        return Registry((tool for name, tool in self._tools.items() if name in wanted), self._validator)
 
     def check(self, name: str, arguments: str | Mapping[str, Any]) -> Checked | ToolResult:
         """The call, if it can be run; otherwise the result that says why not. `arguments`: the model's JSON text."""
         try:
             tool = self.get(name)
             values = parse_arguments(arguments) if isinstance(arguments, str) else dict(arguments)
-            check_arguments(tool.parameters, values)
+            check_arguments(tool.parameters, values, self._validator)
         except ToolError as error:
             return ToolResult("error", str(error))
         return Checked(tool, values)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from tools.errors import ToolError, ToolSetupError
 
 if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
+    from jsonschema.protocols import Validator
+
+MakeValidator = Callable[[Mapping[str, Any]], "Validator"]
+"""What checks values against a schema."""
 
 MAX_PROBLEMS: Final = 3
 _SHOWN: Final = 200
@@ -29,7 +32,7 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
 
 
 def is_valid(schema: Mapping[str, Any], value: Any) -> bool:
-    return _validator(schema).is_valid(value)
+    return plain_validator(schema).is_valid(value)
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
@@ -49,12 +52,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return value
 
 
-def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any], validator: MakeValidator) -> None:
     """Raises ToolError that names what does not satisfy the schema."""
     from jsonschema.exceptions import best_match
 
     try:
-        errors = list(_validator(schema).iter_errors(arguments))
+        errors = list(validator(schema).iter_errors(arguments))
     except RecursionError:
         raise ToolError("the arguments are nested too deeply") from None
     except Exception as error:  # a reference that leads nowhere shows only when it is followed
@@ -71,7 +74,8 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     raise ToolError(f"wrong arguments: {'; '.join(problems)}{more}")
 
 
-def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
+def plain_validator(schema: Mapping[str, Any]) -> Validator:
+    """Follows patterns with Python's `re`, which some of them keep busy for ever: for schemas of one's own."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 

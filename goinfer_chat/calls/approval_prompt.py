@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from engine.errors import GoinferError
+from engine.json_schema import validator
 from goinfer_chat.calls.approval_rules import Rule
 from goinfer_chat.calls.events import Answer, ApprovalAsked, RepeatAsked
 from goinfer_chat.editor import edited
@@ -80,7 +81,7 @@ class PersonAsker:
             with self._terminal.lent():
                 text = edited(json.dumps(dict(event.arguments), indent=2, ensure_ascii=False))
             arguments = parse_arguments(text)
-            check_arguments(event.tool.parameters, arguments)
+            check_arguments(event.tool.parameters, arguments, validator)
         except (GoinferError, ToolError) as error:
             self._screen.line(f"error: {error}")
             return None

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from engine.errors import UsageError
+from engine.json_schema import validator
 from goinfer_chat.calls.approval import Approvals
 from goinfer_chat.calls.approval_rules import KeptRules, Rule, check_rules
 from goinfer_chat.settings import Settings
@@ -72,7 +73,7 @@ class Toolbox:
         servers = servers_of(*read_servers(settings.config))
         with ExitStack() as undo:
             try:
-                registry = Registry.built_in()
+                registry = Registry.built_in(validator)
                 found, notices = load_entry_points()
                 for path in Choice.parse(settings.tools).files:
                     found += load_file(path)
