@@ -136,9 +136,11 @@ report = os.open(f"/proc/{warden}/fd/{pipes[0]}", os.O_WRONLY)
 @ON_LINUX
 def test_a_program_that_ends_its_warden_keeps_nobody_waiting_and_ends_too(run: Any, tmp_path: Path) -> None:
     holds = "subprocess.Popen(['sleep', '4567.7'], env={}, process_group=0, pass_fds=[report], stdout=-3, stderr=-3)\n"
-    (tmp_path / "a.py").write_text(f"{TO_ITS_WARDEN}{holds}os.kill(warden, signal.SIGKILL)\ntime.sleep(60)")
-    assert run(f"{sys.executable} a.py").text.startswith("ended by signal 9")
-    assert processes("4567.7") == processes("a.py") == []
+    (tmp_path / "ends-its-warden.py").write_text(
+        f"{TO_ITS_WARDEN}{holds}os.kill(warden, signal.SIGKILL)\ntime.sleep(60)"
+    )
+    assert run(f"{sys.executable} ends-its-warden.py").text.startswith("ended by signal 9")
+    assert processes("4567.7") == processes("ends-its-warden.py") == []
 
 
 @ON_LINUX
