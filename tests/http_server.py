@@ -150,7 +150,11 @@ def running_server(
     with load(path, max_concurrent=max_concurrent, kv_folder=folder, **loading) as engine:
         transcripts = Transcripts(None if folder is None else folder / "replies.jsonl")
         served = Served(
-            name=name, engine=engine, admission=Admission(max_concurrent, max_queue), transcripts=transcripts
+            name=name,
+            engine=engine,
+            admission=Admission(max_concurrent, max_queue),
+            texts=Admission(1, max_queue),
+            transcripts=transcripts,
         )
         application = make_application(
             Models([served]), limits=limits or Limits(), api_key=api_key, origins=origins, check_host=api_key is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -15,14 +15,19 @@ from goinfer_chat import __version__
 from goinfer_chat.server.chat import read_chat
 from goinfer_chat.server.common import made
 from goinfer_chat.server.completions import read_completion
-from goinfer_chat.server.errors import ApiError, from_exception
+from goinfer_chat.server.errors import ApiError, from_exception, invalid
 from goinfer_chat.server.fields import Fields, parse_body
 from goinfer_chat.server.messages import read_anthropic, read_count
 from goinfer_chat.server.metrics import Metrics
 from goinfer_chat.server.responses import Stored, read_response
 from goinfer_chat.server.security import Gate, Limits
 from goinfer_chat.server.served import Models, Served
-from goinfer_chat.server.streaming import Answer, Context, Job
+from goinfer_chat.server.streaming import Answer, Context, Job, TextJob
+
+MAX_PIECES = 100_000
+"""Tokens that are told with their pieces: each takes some seventy bytes, and all of them are in memory at once."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -54,17 +59,19 @@ def make_application(
     metrics = Metrics()
     context = Context(metrics, set(), say)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="goinfer-chat", version=__version__)
-    _add_errors(app)
+    _add_errors(app, metrics)
     _add_generation(app, models, context)
-    _add_tokens(app, models)
+    _add_tokens(app, models, metrics)
     gate = Gate(app, metrics=metrics, limits=limits, api_key=api_key, origins=origins, check_host=check_host)
     _add_state(app, models, metrics, gate)
     return Application(gate, metrics, context)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         told = from_exception(error)
+        if told.code == "queue_full":
+            metrics.count("goinfer_rejected_total", full="queue")
         return JSONResponse(told.body(request.url.path), told.status, told.headers)
 
     async def http_error(request: Request, error: Exception) -> Response:
@@ -80,11 +87,12 @@ def _add_errors(app: FastAPI) -> None:
 def _add_generation(app: FastAPI, models: Models, context: Context) -> None:
     stored = Stored()
 
-    def route(path: str, read: Callable[[Fields], Job | Callable[[], Job]]) -> None:
+    def route(path: str, read: Callable[[Fields], Job | TextJob]) -> None:
         async def endpoint(request: Request) -> Response:
             found = read(parse_body(await request.body()))
-            job = found if isinstance(found, Job) else await asyncio.to_thread(found)
-            return Answer(job, context)
+            if isinstance(found, TextJob):
+                found = await _of_text(request, found.model, found.make, context.metrics)
+            return Answer(found, context)
 
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
@@ -98,11 +106,11 @@ def _add_generation(app: FastAPI, models: Models, context: Context) -> None:
         raise ApiError(404, "responses are not kept for reading; go on with one by previous_response_id")
 
 
-def _add_tokens(app: FastAPI, models: Models) -> None:
+def _add_tokens(app: FastAPI, models: Models, metrics: Metrics) -> None:
     @app.post("/v1/messages/count_tokens", response_model=None)
     async def count(request: Request) -> Response:
         model, wanted = read_count(parse_body(await request.body()), models)
-        number = await _in_thread(lambda: model.engine.count_tokens(wanted))
+        number = await _of_text(request, model, lambda: model.engine.count_tokens(wanted), metrics)
         return JSONResponse({"input_tokens": number})
 
     @app.post("/tokenize", response_model=None)
@@ -114,23 +122,33 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
         special, pieces = body.boolean("parse_special"), body.boolean("with_pieces")
         body.labels("content", "prompt")
         body.refuse_others()
-        ids = await _in_thread(lambda: model.tokenizer.encode(text, control=special))
-        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_size}
-        if pieces:
-            answer["pieces"] = [
-                {"id": id, "piece": piece.decode("utf-8", "replace"), "bytes": list(piece)}
-                for id, piece in zip(ids, map(model.tokenizer.piece, ids))
-            ]
+        answer = await _of_text(request, model, lambda: _tokenized(model, text, special, pieces), metrics)
         return JSONResponse(answer)
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    try:
-        return await asyncio.to_thread(made, work)
-    except ApiError:
-        raise
-    except Exception as error:
-        raise from_exception(error) from error
+def _tokenized(model: Served, text: str, special: bool, with_pieces: bool) -> dict[str, Any]:
+    ids = model.tokenizer.encode(text, control=special)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_size}
+    if with_pieces and len(ids) > MAX_PIECES:
+        raise invalid("with_pieces", f"the text has {len(ids):,} tokens; pieces are told of {MAX_PIECES:,} at most")
+    if with_pieces:
+        answer["pieces"] = [
+            {"id": id, "piece": piece.decode("utf-8", "replace"), "bytes": list(piece)}
+            for id, piece in zip(ids, map(model.tokenizer.piece, ids))
+        ]
+    return answer
+
+
+async def _of_text(request: Request, model: Served, work: Callable[[], _T], metrics: Metrics) -> _T:
+    """What `work` makes of a text in a thread, when it has a place. Raises ApiError."""
+    async with model.texts.place():
+        if await request.is_disconnected():
+            metrics.count("goinfer_disconnects_total")
+            raise ApiError(408, "the client has left")
+        try:
+            return await asyncio.to_thread(made, work)
+        except Exception as error:
+            raise from_exception(error) from error
 
 
 def _add_state(app: FastAPI, models: Models, metrics: Metrics, gate: Gate) -> None:

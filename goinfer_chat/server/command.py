@@ -213,6 +213,7 @@ def _load(name: str, settings: Settings, options: ServeOptions, make_engine: Eng
         name=name,
         engine=engine,
         admission=Admission(options.max_concurrent, options.max_queue),
+        texts=Admission(1, options.max_queue),
         sampling=settings.sampling,
         speculation=None if settings.speculation == "auto" else settings.speculation,
         transcripts=Transcripts(replies),

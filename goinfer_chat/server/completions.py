@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event as Flag
 from time import time
@@ -16,7 +16,6 @@ from goinfer_chat.server.common import (
     MAX_STOPS,
     MAX_TOKENS,
     logprob,
-    made,
     read_sampling,
     read_speculation,
     timings,
@@ -25,14 +24,14 @@ from goinfer_chat.server.common import (
 from goinfer_chat.server.errors import ApiError
 from goinfer_chat.server.fields import Fields, checked_text, kind_of
 from goinfer_chat.server.served import Models, Tokens
-from goinfer_chat.server.streaming import Job, sse
+from goinfer_chat.server.streaming import Job, TextJob, sse
 
 DEFAULT_TOKENS = 16
 """What OpenAI generates where a request does not say how much."""
 
 
-def read_completion(body: Fields, models: Models) -> Callable[[], Job]:
-    """The job, made where time may be taken: texts are tokenized. Raises ApiError for what cannot be obeyed."""
+def read_completion(body: Fields, models: Models) -> TextJob:
+    """Raises ApiError for what cannot be obeyed."""
     model = models.find(body.text("model"))
     prompts = _prompts(body)
     special = body.boolean("parse_special")
@@ -68,7 +67,7 @@ def read_completion(body: Fields, models: Models) -> Callable[[], Job]:
         form = CompletionFormat(model.name, include_usage=include_usage, num_prompts=len(prompts))
         return Job(model=model, requests=requests, format=form, stream=stream, one_prompt=len(prompts) == 1)
 
-    return lambda: made(make)
+    return TextJob(model, make)
 
 
 def _prompts(body: Fields) -> list[str | list[int]]:

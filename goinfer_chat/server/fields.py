@@ -7,12 +7,19 @@ that is not obeyed is refused, never ignored. A field that is null counts as not
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from goinfer_chat.server.errors import ApiError, invalid
 
+MAX_CONTAINERS = 50_000
+"""Objects and arrays in a body: ten thousand messages with parts and calls have fewer. Python's garbage collector looks
+at all there are again and again while more are made, and the whole server waits for it."""
+
 _NAMES = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+"""A text of a body; one that does not end goes to the end, or the search would begin anew at each quote in it."""
 
 
 def kind_of(value: object) -> str:
@@ -24,6 +31,8 @@ def parse_body(raw: bytes) -> Fields:
     """The object of a request; a byte order mark, which editors put in front of a file, is dropped. Raises ApiError."""
     if not raw:
         raise ApiError(400, "the body is empty; it must be a JSON object", param="body")
+    if _num_containers(raw) > MAX_CONTAINERS:
+        raise ApiError(400, f"the body has more than {MAX_CONTAINERS:,} objects and arrays", param="body")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -36,6 +45,12 @@ def parse_body(raw: bytes) -> Fields:
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be an object, not {kind_of(value)}", param="body")
     return Fields(value)
+
+
+def _num_containers(raw: bytes) -> int:
+    """How many objects and arrays begin in a body, where it has more than may be; else more than there are."""
+    count = raw.count(b"[") + raw.count(b"{")
+    return count if count <= MAX_CONTAINERS else sum(map(_TEXT.sub(b"", raw).count, (b"[", b"{")))
 
 
 class Fields:

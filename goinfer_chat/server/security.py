@@ -85,6 +85,7 @@ class Gate:
         send = self._counting(scope, _with_headers(send, self._cors(origin)))
         counted = scope["path"] not in _UNCOUNTED_PATHS
         try:
+            self._check_frame(scope, headers)
             self._check(scope, headers, origin)
             if scope["method"] == "OPTIONS" and origin:
                 await answer(send, 204, None, {"Access-Control-Max-Age": "600"})
@@ -99,7 +100,8 @@ class Gate:
                     retry_after=1,
                 )
         except ApiError as error:
-            await answer(send, error.status, error.body(scope["path"]), error.headers)
+            closing = {"Connection": "close"} if b"transfer-encoding" in headers else {}  # its end may be doubtful
+            await answer(send, error.status, error.body(scope["path"]), {**error.headers, **closing})
             return
         self.num_inflight += counted
         body = bytearray()
@@ -129,6 +131,15 @@ class Gate:
             given = token
         if not hmac.compare_digest(given, self._api_key):
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _check_frame(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """That there is one way to find the end of a request. Raises ApiError.
+
+        Where a proxy in front finds another end, what it takes for a body is the next request here, which it has not
+        seen: https://www.rfc-editor.org/rfc/rfc9112#section-6.1
+        """
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope["http_version"] == "1.0"):
+            raise ApiError(400, "Transfer-Encoding has no place beside Content-Length, nor in HTTP/1.0")
 
     def _check_size(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")

@@ -38,6 +38,8 @@ class Served:
     name: str
     engine: Engine
     admission: Admission
+    texts: Admission = field(default_factory=lambda: Admission(1, 16))
+    """Places for texts that are only tokenized: one at a time, beside the replies, which it slows down."""
     sampling: SamplingParams = SamplingParams()
     """What holds where a request says nothing."""
     speculation: SpeculationMode | None = None

@@ -72,6 +72,14 @@ class Job:
     """Called with the message of the first reply."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """A job for which a text has to be tokenized first."""
+
+    model: Served
+    make: Callable[[], Job]
+
+
 @dataclass(slots=True)
 class Context:
     """What all answers share."""
