@@ -19,11 +19,11 @@ from engine.errors import GoinferError, UsageError
 from goinfer_chat import __version__
 from goinfer_chat.flag_completion import completions, models, offer_of
 from goinfer_chat.loading import load_engine
-from goinfer_chat.resolving import resolve
-from goinfer_chat.settings import SETTINGS, Setting, Settings
+from goinfer_chat.resolving import resolve, unknown_variables
+from goinfer_chat.settings import BY_FLAG, SETTINGS, Setting, Settings
 from goinfer_chat.start import INTERRUPTED, interrupts_end_the_program, interrupts_raise
 from goinfer_chat.terminal import OutputError, ReaderGoneError, Stream, open_closed_descriptors
-from goinfer_chat.values import parse_bool, parse_size, written_size
+from goinfer_chat.values import parse_bool, parse_int, parse_size, written_size
 
 if TYPE_CHECKING:
     from goinfer_chat.modes import EngineFactory
@@ -94,7 +94,7 @@ def _failed(error: Exception) -> int:
     """Shows an error where its reader looks: as JSON among the replies, else on standard error."""
     from goinfer_chat.view.render import error_object, exit_code, report_error, to_json
 
-    as_json = wants_json(sys.argv[1:], os.environ) and not isinstance(error, OutputError)
+    as_json = is_on("json", sys.argv[1:], os.environ) and not isinstance(error, OutputError)
     with suppress(OutputError):
         if as_json:
             Stream(sys.stdout).write(to_json(error_object(error)))
@@ -141,6 +141,9 @@ def _add_default(app: typer.Typer, make_engine: EngineFactory) -> None:
             typer.echo(f"goinfer-chat {__version__}")
             raise typer.Exit
         context.obj = flags
+        if not is_on("quiet", sys.argv[1:], os.environ):
+            for notice in unknown_variables(os.environ):
+                Stream(sys.stderr).line(notice)
         match context.invoked_subcommand:
             case None:
                 from goinfer_chat.modes import chat
@@ -301,12 +304,12 @@ def given_flags(context: typer.Context, flags: Flags) -> Flags:
     return before | {name: value for name, value in flags.items() if value is not None}
 
 
-def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether errors are JSON, also when the command line could not be understood."""
-    if given := [argument for argument in arguments if argument in ("--json", "--no-json")]:
-        return given[-1] == "--json"
+def is_on(switch: str, arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether a switch is on, before the command line is read and also where it cannot be."""
+    if given := [argument for argument in arguments if argument in (f"--{switch}", f"--no-{switch}")]:
+        return given[-1] == f"--{switch}"
     try:
-        return parse_bool(environ.get("GOINFER_CHAT_JSON", ""))
+        return parse_bool(environ.get(BY_FLAG[switch].variable, ""))
     except UsageError:
         return False
 
@@ -331,6 +334,30 @@ def with_settings(function: Callable[..., int], settings: Sequence[Setting] = SE
     return command
 
 
+def flag_parser(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """The parser of a flag's value as Typer wants it, which gives it the default too."""
+
+    def parsed(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except UsageError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
+
+
+def number_flag(flag: str, help: str, *, metavar: str = "N", least: int | None = None) -> Any:
+    """A flag whose value is a whole number."""
+
+    def parse(text: str) -> int:
+        value = parse_int(text)
+        if least is not None and value < least:
+            raise UsageError(f"must be {least} or more, not {value}")
+        return value
+
+    return typer.Option(flag, metavar=metavar, help=help, parser=flag_parser(parse))
+
+
 def _parameter(setting: Setting) -> inspect.Parameter:
     default = Settings().value(setting.name)
     known = default is not None and not setting.switch and not setting.repeatable
@@ -343,18 +370,11 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         option = typer.Option(f"{flag}/--no-{setting.flag}", help=help, show_default=False)
         kind = bool
     else:
-
-        def parse(text: str) -> Any:
-            try:
-                return setting.parse(text)
-            except UsageError as error:
-                raise typer.BadParameter(str(error)) from None
-
         option = typer.Option(
             flag,
             help=help,
             metavar=setting.argument,
-            parser=parse,
+            parser=flag_parser(setting.parse),
             show_default=False,
             autocompletion=completions(setting),
         )

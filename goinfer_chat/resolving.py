@@ -7,11 +7,27 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine.errors import UsageError
-from goinfer_chat.settings import SETTINGS, Settings, checked
+from goinfer_chat.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings, checked
+from goinfer_chat.values import did_you_mean
 
 WHICH: Final = frozenset({"continue_last", "resume", "save", "ephemeral"})
 """Which conversation goes on. This is one choice: any of these flags wins over the variables of all four, and any of
 the variables over all four keys of the file."""
+
+
+OTHER_VARIABLES: Final = ("API_KEY", "DEBUG", "KERNELS", "MODELS", "TOOL_CALL", "WEIGHTS_GB")
+"""What variables of this program are called, behind the prefix, that are no settings."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line about each variable that has our prefix and no meaning: it may be mistyped. An empty one is not set."""
+    known = [*(setting.variable.removeprefix(ENVIRONMENT_PREFIX) for setting in SETTINGS), *OTHER_VARIABLES]
+    given = [name.removeprefix(ENVIRONMENT_PREFIX) for name in environ if name.startswith(ENVIRONMENT_PREFIX)]
+    return [
+        f"the variable {ENVIRONMENT_PREFIX}{name} sets nothing{did_you_mean(name, known, ENVIRONMENT_PREFIX)}"
+        for name in given
+        if name not in known and environ[ENVIRONMENT_PREFIX + name]
+    ]
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

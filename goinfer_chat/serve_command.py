@@ -11,7 +11,7 @@ import typer
 
 from engine.errors import UsageError
 from goinfer_chat.api_keys import VARIABLE as KEY_VARIABLE
-from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.cli import Flags, given_flags, number_flag, with_settings
 from goinfer_chat.files import read_text
 from goinfer_chat.modes import EngineFactory
 from goinfer_chat.resolving import resolve
@@ -60,23 +60,21 @@ def serve_command(make_engine: EngineFactory, environ: Mapping[str, str]) -> Cal
         flags: Flags,
         model: Models = None,
         host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-        port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 picks a free one.")] = 8080,
+        port: Annotated[int, number_flag("--port", "Port to listen on; 0 picks a free one.")] = 8080,
         api_key: Key = None,
         api_key_file: KeyFile = None,
         allow_origin: Origins = None,
         max_concurrent: Annotated[
-            int, typer.Option(metavar="N", help="How many replies are generated at the same time.")
+            int, number_flag("--max-concurrent", "How many replies are generated at the same time.")
         ] = 4,
-        max_queue: Annotated[
-            int, typer.Option(metavar="N", help="How many more requests may wait for their turn.")
-        ] = 16,
+        max_queue: Annotated[int, number_flag("--max-queue", "How many more requests may wait for their turn.")] = 16,
         max_inflight: Annotated[
-            int, typer.Option(metavar="N", help="Most requests in progress, whatever they are waiting for.")
+            int, number_flag("--max-inflight", "Most requests in progress, whatever they are waiting for.")
         ] = 64,
         max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "4MB",
         prefill_chunk: Annotated[
             int | None,
-            typer.Option(metavar="N", help="Prompt tokens read per step while other replies are generated."),
+            number_flag("--prefill-chunk", "Prompt tokens read per step while other replies are generated."),
         ] = None,
     ) -> int:
         """Serve models over HTTP, with OpenAI's and Anthropic's APIs."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from goinfer_chat.cli import number_flag
 from goinfer_chat.flag_completion import offer_of, sessions
 from goinfer_chat.terminal import true_text
 
@@ -37,9 +38,7 @@ Key = Annotated[
         autocompletion=offer_of(sessions),
     ),
 ]
-At = Annotated[
-    int | None, typer.Option("--at", metavar="ID", help="Only down to this message, on whichever branch it is.")
-]
+At = Annotated[int | None, number_flag("--at", "Only down to this message, on whichever branch it is.", metavar="ID")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
@@ -63,7 +62,7 @@ def sessions_app() -> typer.Typer:
     @app.command("list")
     def list_command(
         context: typer.Context,
-        limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")] = None,
+        limit: Annotated[int | None, number_flag("--limit", "Show at most N.", least=1)] = None,
         as_json: Json = False,
         _folder: SessionDir = None,
     ) -> int:
@@ -95,7 +94,7 @@ def sessions_app() -> typer.Typer:
                 autocompletion=offer_of(sessions),
             ),
         ] = None,
-        limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")] = 20,
+        limit: Annotated[int, number_flag("--limit", "Show at most N.", least=1)] = 20,
         as_json: Json = False,
         _folder: SessionDir = None,
     ) -> int:

@@ -101,12 +101,12 @@ def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
-    """`; did you mean NAME?`, where one is near."""
+def did_you_mean(name: str, known: list[str], prefix: str = "") -> str:
+    """`; did you mean NAME?`, where one is near. `prefix`: what all begin with and has no part in how near they are."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def shown(value: Any) -> str:

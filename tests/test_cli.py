@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -23,14 +22,12 @@ import pytest
 from tiny_models import write_tiny_model
 
 from engine.arch import ARCHITECTURES
-from engine.errors import OutOfMemoryError, UsageError
+from engine.errors import OutOfMemoryError
 from engine.kernels.formats import FORMATS
 from goinfer_chat.loading import load_engine
 from goinfer_chat.models.supported import as_markdown, as_text
-from goinfer_chat.resolving import resolve
-from goinfer_chat.settings import SETTINGS, Setting, Settings
+from goinfer_chat.settings import SETTINGS, Settings
 from goinfer_chat.terminal import Stream
-from goinfer_chat.values import parse_size, written_size
 
 PROGRAM = Path(__file__).parent / "scripted_program.py"
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -384,47 +381,6 @@ def test_bytes_that_are_no_utf8_are_answered_too(program) -> None:
 # Flags and variables
 
 
-def test_a_flag_counts_before_its_variable_and_a_variable_before_the_default() -> None:
-    environ = {"GOINFER_CHAT_TOP_K": "7", "GOINFER_CHAT_SEED": "", "GOINFER_CHAT_STOP": '["a", "b"]'}
-    assert resolve({}, environ) == Settings().changed({"top_k": 7, "stop": ("a", "b")})
-    assert resolve({"top_k": 3, "seed": None}, environ).sampling.top_k == 3
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_every_setting_has_a_variable_that_reaches_it(setting, tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text("[profile.work]")
-    special = {"backend": "cpu", "config": str(file), "profile": "work"}
-    text = special.get(setting.flag, "on" if setting.switch else setting.choices[-1] if setting.choices else "1")
-    values = {"GOINFER_CHAT_JSON": "on", "GOINFER_CHAT_CONFIG": str(file), setting.variable: text}
-    assert resolve({}, values).value(setting.name) == setting.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1,000", 1000), ("500MB", 500 * 10**6), ("1.5 GB", 1_500_000_000), ("2tb", 2 * 10**12)],
-)
-def test_sizes_have_decimal_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(("size", "text"), [(8_000_000_000, "8GB"), (1_500_000, "1500KB"), (999, "999"), (0, "0")])
-def test_a_size_is_written_as_a_person_would_and_read_back(size: int, text: str) -> None:
-    assert written_size(size) == text
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "MB", "-1", "-5MB", "1e999", "nan", "many", "5MBMB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_size(text)
-
-
-def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(UsageError, match="GOINFER_CHAT_TOP_K: 'many' is not a whole number"):
-        resolve({}, {"GOINFER_CHAT_TOP_K": "many"})
-
-
 def test_flags_before_and_after_the_name_of_a_command_both_count(program) -> None:
     turns = [{"pieces": ["a", "b", "c"]}]
     assert program(turns, "--max-tokens", "1", "--quiet", "run", "go").stdout == b"a\n"
@@ -432,6 +388,17 @@ def test_flags_before_and_after_the_name_of_a_command_both_count(program) -> Non
     assert program(turns, "chat", "--max-tokens", "1", stdin=b"go\n").stdout == b"a\n"
     done = program(turns, stdin=b"go\n", env={"GOINFER_CHAT_MAX_TOKENS": "1", "GOINFER_CHAT_QUIET": "on"})
     assert (done.stdout, done.stderr) == (b"a\n", b"")
+
+
+def test_a_mistyped_variable_is_told_once_with_the_one_that_was_meant(program) -> None:
+    mistyped = {"GOINFER_CHAT_TOPK": "3", "GOINFER_CHAT_XYZ": "1", "GOINFER_CHAT_NOTHING": ""}
+    done = program(HELLO, "run", "hi", env=mistyped)
+    assert (done.returncode, done.stdout) == (0, b"Hello\n")
+    assert [line for line in done.stderr.decode().splitlines() if "GOINFER" in line] == [
+        "the variable GOINFER_CHAT_TOPK sets nothing; did you mean GOINFER_CHAT_TOP_K?",
+        "the variable GOINFER_CHAT_XYZ sets nothing",
+    ]
+    assert program(HELLO, "run", "--quiet", "hi", env=mistyped).stderr == b""
 
 
 def test_stop_can_be_given_several_times(program) -> None:
@@ -577,15 +544,6 @@ def _seconds_of_children() -> float:
 def test_help_lists_every_flag(program, name: list[str]) -> None:
     shown = program(HELLO, *name, "--help").stdout.decode()
     assert all(f"--{setting.flag} " in shown for setting in SETTINGS)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_the_guide_has_a_row_for_each_flag_with_all_its_words(setting: Setting) -> None:
-    guide = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
-    rows = [line for line in guide.splitlines() if re.match(rf"\| .*`--{setting.flag}[ `]", line)]
-    assert rows
-    shown = rows[0].split(" | ")[0].replace("\\|", "|")
-    assert all(re.search(rf"\b{word}\b", shown) for word in setting.choices or ())
 
 
 # The very beginning

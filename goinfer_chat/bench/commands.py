@@ -14,12 +14,12 @@ import typer
 
 from engine.api import SpeculationMode
 from engine.errors import UsageError
-from goinfer_chat.cli import Flags, given_flags, with_settings
+from goinfer_chat.cli import Flags, flag_parser, given_flags, number_flag, with_settings
 from goinfer_chat.loading import find_model
 from goinfer_chat.resolving import resolve
 from goinfer_chat.settings import SETTINGS, Settings
 from goinfer_chat.terminal import Stream
-from goinfer_chat.values import parse_int
+from goinfer_chat.values import parse_float, parse_int
 
 if TYPE_CHECKING:
     from engine.api import Engine
@@ -57,7 +57,7 @@ Spec = Annotated[
     str,
     typer.Option("--spec", metavar="NAME", help="Compare this way of guessing with plain decoding: ngram or model."),
 ]
-Repeat = Annotated[int, typer.Option("--repeat", metavar="N", help="How many times to measure everything.")]
+Repeat = Annotated[int, number_flag("--repeat", "How many times to measure everything.")]
 
 
 def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.Typer:
@@ -83,7 +83,7 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         rows: Annotated[
             str, typer.Option(metavar="N,N", help="Numbers of rows per step, to see what each costs.")
         ] = "none",
-        tokens: Annotated[int, typer.Option(metavar="N", help="How many tokens to decode each time.")] = 64,
+        tokens: Annotated[int, number_flag("--tokens", "How many tokens to decode each time.")] = 64,
         repeat: Repeat = 5,
         peer: PeerName = None,
         peer_python: PeerPython = None,
@@ -105,11 +105,11 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def replay_command(
         context: typer.Context,
         flags: Flags,
-        turns: Annotated[int, typer.Option(metavar="N", help="Number of turns in the session.")] = 10,
+        turns: Annotated[int, number_flag("--turns", "Number of turns in the session.")] = 10,
         reuse: Annotated[bool, typer.Option(help="Reuse what was read before, or read everything each turn.")] = True,
         both: Annotated[bool, typer.Option("--both", help="Also measure without reuse, and show both.")] = False,
         restart: Annotated[bool, typer.Option("--restart", help="Restart the engine before each turn.")] = False,
-        tool_schemas: Annotated[int, typer.Option(metavar="N", help="Number of tools in the prompt, 4 to 25.")] = 4,
+        tool_schemas: Annotated[int, number_flag("--tool-schemas", "Number of tools in the prompt, 4 to 25.")] = 4,
         repeat: Repeat = 3,
         peer: ReusingPeer = None,
         peer_python: PeerPython = None,
@@ -145,9 +145,7 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def clients_command(
         context: typer.Context,
         flags: Flags,
-        clients: Annotated[
-            int, typer.Option("--clients", metavar="N", help="Number of conversations at the same time.")
-        ] = 4,
+        clients: Annotated[int, number_flag("--clients", "Number of conversations at the same time.")] = 4,
         spec: Spec = "off",
         repeat: Repeat = 3,
     ) -> int:
@@ -165,12 +163,14 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         slots: Annotated[
             str, typer.Option(metavar="N,N", help="How many agents may run, and stay in memory, at a time.")
         ] = "2,4",
-        conversations: Annotated[int, typer.Option(metavar="N", help="Number of agents at the same time.")] = 3,
-        turns: Annotated[int, typer.Option(metavar="N", help="Number of turns of each agent.")] = 10,
+        conversations: Annotated[int, number_flag("--conversations", "Number of agents at the same time.")] = 3,
+        turns: Annotated[int, number_flag("--turns", "Number of turns of each agent.")] = 10,
         scale: Annotated[
             float,
             typer.Option(
-                metavar="X", help="Length of the texts; at 1, 6,000 tokens at first and 1,600 more each turn."
+                metavar="X",
+                help="Length of the texts; at 1, 6,000 tokens at first and 1,600 more each turn.",
+                parser=flag_parser(parse_float),
             ),
         ] = 0.1,
     ) -> int:
