@@ -49,6 +49,12 @@ _IN_ASCII: Final = MappingProxyType(str.maketrans(_PICTURES, "--||+++++++++++++|
 """For a locale that cannot write the borders and bars of tables and panels."""
 
 
+ENDING_SIGNALS: Final = tuple(
+    number for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if (number := getattr(signal, name, None)) is not None
+)
+"""Those that ask for the end while a terminal is not as it was found. Windows has not all of them."""
+
+
 def sanitize(text: str, *, terminal: bool) -> str:
     r"""Text without control characters, but for \n and \t.
 
@@ -257,9 +263,9 @@ def quiet_terminal(file: TextIO, *, keep_typing: bool = False) -> Iterator[Quiet
 
     `keep_typing`: whether what was typed before Ctrl-C is kept, which terminals forget otherwise.
 
-    Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. SIGTERM and
-    SIGHUP unwind the program by SystemExit. Ctrl-\\ is off: it would end the program without a chance to restore
-    anything. Without a terminal this does nothing.
+    Ctrl-C still makes a signal. Ctrl-Z gives the shell its terminal back and takes it again afterwards. The
+    signals that ask for the end unwind the program by SystemExit. Ctrl-\\ is off: a slip of the hand ends nothing.
+    Without a terminal this does nothing.
     """
     if sys.platform == "win32" or not file.isatty():
         yield QuietTerminal()
@@ -293,7 +299,7 @@ def quiet_terminal(file: TextIO, *, keep_typing: bool = False) -> Iterator[Quiet
             finally:
                 termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
 
-    handlers = {signal.SIGTSTP: suspend, signal.SIGTERM: end, signal.SIGHUP: end}
+    handlers = {signal.SIGTSTP: suspend, **dict.fromkeys(ENDING_SIGNALS, end)}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:

@@ -326,7 +326,7 @@ def test_a_block_is_one_message_and_ctrl_c_leaves_it(start: Start) -> None:
     terminal.wait("prompt 13 (8 reused, 5 prefilled)")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_signal_that_ends_the_program_leaves_the_terminal_as_it_was(
     start: Start, number: signal.Signals, busy: bool
@@ -342,7 +342,10 @@ def test_a_signal_that_ends_the_program_leaves_the_terminal_as_it_was(
     assert "Traceback" not in terminal.text
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131), (signal.SIGINT, 130)],
+)
 def test_a_signal_while_the_model_loads_leaves_the_terminal_as_it_was(
     start: Start, number: signal.Signals, code: int
 ) -> None:

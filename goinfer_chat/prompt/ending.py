@@ -13,6 +13,8 @@ from typing import Any
 from prompt_toolkit.application import Application
 from prompt_toolkit.application.current import get_app_or_none
 
+from goinfer_chat.terminal import ENDING_SIGNALS
+
 
 class PromptEnded(Exception):  # noqa: N818 - not an error
     """A signal ended the prompt."""
@@ -40,13 +42,14 @@ def _end_prompt(app: Application[Any]) -> None:
 
 @contextmanager
 def ending_on_signals() -> Iterator[Ending]:
-    """SIGTERM and SIGHUP unwind the program, so that the terminal is restored; SIGINT between turns does nothing."""
+    """Signals that ask for the end unwind the program, so that the terminal is restored; SIGINT between turns does
+    nothing."""
     ending = Ending()
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
         pass
 
-    previous = {number: signal.signal(number, ending) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, ending) for number in ENDING_SIGNALS}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
     try:
         yield ending
