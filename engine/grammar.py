@@ -159,12 +159,6 @@ class Grammar:
         except EngineError:
             return False
 
-    def accepts(self, text: str) -> bool:
-        """Whether exactly this text is one of them."""
-        matcher = self.matcher()
-        ids = self._tokenizer.encode(text, continues=True)
-        return matcher is not None and matcher.advance(ids) == len(ids) and matcher.may_end
-
 
 class GrammarCompiler:
     """Makes grammars for one tokenizer; safe to share between threads. What it made last is kept."""

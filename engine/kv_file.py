@@ -57,8 +57,6 @@ class Saved:
     """Written to the disk."""
     num_positions: int
     """In the file now: all of the table's."""
-    rewritten: bool
-    """The file was written whole: it is new, or had too many dead bytes."""
 
 
 class KVFile:
@@ -109,12 +107,6 @@ class KVFile:
     def num_bytes(self) -> int:
         """Size of the file; 0 if there is none that can be used."""
         return self._log.end if self._log else 0
-
-    @property
-    def dead_bytes(self) -> int:
-        """Those of `num_bytes` that hold nothing of use."""
-        log = self._log
-        return log.end - log.bytes_of(len(log.ids), len(log.pieces), len(log.states)) if log else 0
 
     def reach(self, length: int) -> int:
         """How many of the first `length` positions a table could get: up to where a running state is kept."""
@@ -189,7 +181,7 @@ class KVFile:
         try:
             log = self._usable_log()
             if log is None:
-                return self._rewrite(table, pool) if len(table) else Saved(0, 0, rewritten=False)
+                return self._rewrite(table, pool) if len(table) else Saved(0, 0)
             if not log.check(common_start(log.ids, table.ids)):
                 self._damaged()
             keep = common_start(log.ids, table.ids)
@@ -306,7 +298,7 @@ class KVFile:
             except OSError:
                 self._log = None  # nobody knows what of it is on the disk
                 raise
-        return Saved(log.end - before, len(table), rewritten=False)
+        return Saved(log.end - before, len(table))
 
     def _leave_room(self, num_positions: int, num_states: int = 0) -> None:
         """A cache can be made again and words cannot: it does not take the last of the disk from them.
@@ -354,7 +346,7 @@ class KVFile:
             raise
         self._let_go()
         self._descriptor, self._log, self._numerics = descriptor, log, numerics
-        return Saved(log.end, len(table), rewritten=True)
+        return Saved(log.end, len(table))
 
     def _numerics_of(self, table: BlockTable) -> int:
         return SEVERAL if table.adopted else self.identity.numerics_version

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
-from engine.kv_file import Identity, KVFile, KVLayout
+from engine.kv_file import Identity, KVFile, KVLayout, Saved
 
 SMALL = KVLayout(layers=(((1, 2), (1, 4)),))
 ODD = KVLayout(layers=(*(((5, 2), (2, 10), (3, 1)),) * 2, ((3, 2), (1, 5), (2, 3)), ((5, 2), (2, 10), (3, 1))))
@@ -96,3 +96,14 @@ def restored(path: Path, layout: KVLayout = SMALL) -> tuple[list[int], str | Non
         assert fresh.is_right()
         assert fresh.pool.num_free == fresh.pool.num_blocks - len(fresh.table.blocks)
         return fresh.table.ids, file.problem
+
+
+def dead_bytes(file: KVFile) -> int:
+    """Those of `num_bytes` that hold nothing of use."""
+    log = file._log
+    return log.end - log.bytes_of(len(log.ids), len(log.pieces), len(log.states)) if log else 0
+
+
+def is_whole(file: KVFile, saved: Saved) -> bool:
+    """Whether this last save wrote the whole file: it is new, or had too many dead bytes."""
+    return saved.num_bytes == file.num_bytes

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from call_templates import FAMILIES
+from grammar_texts import accepts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,12 +59,9 @@ def form_of(name: str) -> CallForm:
     return FAMILIES[name].template.call_form
 
 
-def accepts(name: str, text: str, *tools: dict[str, Any], several: bool = True) -> bool:
-    compiler, tokenizer = COMPILERS[name], FAMILIES[name].tokenizer
-    matcher = compiler.compile(form_of(name).rules(compiler, tools, several=several), "them").matcher()
-    assert matcher is not None
-    ids = tokenizer.encode(text, control=True, continues=True)
-    return matcher.advance(ids) == len(ids) and matcher.may_end
+def takes(name: str, text: str, *tools: dict[str, Any], several: bool = True) -> bool:
+    compiler = COMPILERS[name]
+    return accepts(compiler.compile(form_of(name).rules(compiler, tools, several=several), "them"), text, control=True)
 
 
 def read(name: str, text: str, *tools: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -200,11 +198,11 @@ def test_calls_with_numbers_and_ids_leave_them_to_the_model() -> None:
         '<|start_action|>[\n    {"tool_call_id": "7", "tool_name": "f", "parameters": {}},'
         '\n    {"tool_call_id": "8", "tool_name": "f", "parameters": {}}\n]<|end_action|>'
     )
-    assert accepts("command-r7b", text, one)
+    assert takes("command-r7b", text, one)
     assert read("command-r7b", text, one) == [("f", {})] * 2
-    assert not accepts("command-r7b", text.replace('"7"', '"x"'), one)
+    assert not takes("command-r7b", text.replace('"7"', '"x"'), one)
     text = "<|tool_calls|><|tool_call:begin|>call_9-a<|tool_call:name|>f<|tool_call:args|>{}<|tool_call:end|><|calls|>"
-    assert accepts("solar", text, one)
+    assert takes("solar", text, one)
     assert read("solar", text, one) == [("f", {})]
 
 
@@ -253,7 +251,7 @@ def test_what_is_written_is_allowed_and_read_again(name: str, arguments: Any) ->
     written = json.dumps(ordered, ensure_ascii=False, separators=(",", ":") if compact else None)
     calls = [("edit_file", written)] * (2 if form.middle is not None else 1)
     text = form.write(*calls)
-    assert accepts(name, text, tool(SCHEMA))
+    assert takes(name, text, tool(SCHEMA))
     assert read(name, text, tool(SCHEMA)) == [("edit_file", arguments)] * len(calls)
 
 
@@ -262,7 +260,7 @@ def test_calls_that_are_not_valid_are_not_allowed(name: str) -> None:
     form = form_of(name)
 
     def allowed(arguments: dict[str, Any]) -> bool:
-        return accepts(name, form.write(("edit_file", json.dumps(arguments))), tool(SCHEMA))
+        return takes(name, form.write(("edit_file", json.dumps(arguments))), tool(SCHEMA))
 
     assert allowed({"path": "a", "count": 1})
     assert not allowed({"path": "a"})
@@ -304,10 +302,10 @@ def test_a_schema_is_followed_where_values_are_no_json(
     own = tool({"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": {"n": {"type": "boolean"}}})
     for value in valid:
         text = form.write(("edit_file", json.dumps({"v": value})))
-        assert accepts(name, text, own), value
+        assert takes(name, text, own), value
         assert read(name, text, own) == [("edit_file", {"v": value})]
     for value in invalid:
-        assert not accepts(name, form.write(("edit_file", json.dumps({"v": value}))), own), value
+        assert not takes(name, form.write(("edit_file", json.dumps({"v": value}))), own), value
 
 
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm-4.6", "minimax-m2", "gemma4", "deepseek-v3.2"])
@@ -316,11 +314,11 @@ def test_open_parameters_take_any_names_and_no_name_twice(name: str) -> None:
     assert isinstance(form.arguments, ListedArguments)
     own = tool({"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": {"type": "integer"}})
     text = form.write(("edit_file", '{"a": "x", "b.c": 3, "d": 4}'))
-    assert accepts(name, text, own)
+    assert takes(name, text, own)
     assert read(name, text, own) == [("edit_file", {"a": "x", "b.c": 3, "d": 4})]
-    assert not accepts(name, form.write(("edit_file", '{"b": "x"}')), own)
+    assert not takes(name, form.write(("edit_file", '{"b": "x"}')), own)
     if not form.arguments.sorts:
-        assert not accepts(name, form.write(("edit_file", '{"b": 1, "a": "x"}')), own)
+        assert not takes(name, form.write(("edit_file", '{"b": 1, "a": "x"}')), own)
 
 
 def test_names_may_have_to_be_like_a_pattern_and_one_may_be_wanted() -> None:
@@ -329,9 +327,7 @@ def test_names_may_have_to_be_like_a_pattern_and_one_may_be_wanted() -> None:
         | {"additionalProperties": False}
     )
     for arguments, allowed in (({"xa": 1, "xb": 2}, True), ({"xa": "y"}, False), ({"ya": 1}, False), ({}, False)):
-        assert (
-            accepts("qwen3-coder", form_of("qwen3-coder").write(("edit_file", json.dumps(arguments))), own) is allowed
-        )
+        assert takes("qwen3-coder", form_of("qwen3-coder").write(("edit_file", json.dumps(arguments))), own) is allowed
 
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3-coder"])
@@ -344,7 +340,7 @@ def test_what_quotes_of_its_own_cannot_say_is_json_within_a_call(name: str) -> N
         text = form_of(name).write(("edit_file", json.dumps({"shape": "HERE"})))
         quoted = '<|"|>HERE<|"|>' if name == "gemma4" else "HERE"
         text = text.replace(quoted, json.dumps(shape))
-        assert accepts(name, text, own) is allowed
+        assert takes(name, text, own) is allowed
         assert not allowed or read(name, text, own) == [("edit_file", {"shape": shape})]
 
 
@@ -352,7 +348,7 @@ def test_what_quotes_of_its_own_cannot_say_is_json_within_a_call(name: str) -> N
 def test_a_tool_without_parameters_is_called_with_none(name: str) -> None:
     own = tool({"type": "object", "properties": {}})
     text = form_of(name).write(("edit_file", "{}"))
-    assert accepts(name, text, own)
+    assert takes(name, text, own)
     assert read(name, text, own) == [("edit_file", {})]
 
 
@@ -363,7 +359,7 @@ def test_a_keyword_that_a_form_cannot_follow_is_refused_by_name() -> None:
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}}}, "oneOf"),
     ):
         with pytest.raises(SchemaError, match=f"the schema of the tool 'edit_file' cannot be followed: .*{word}"):
-            accepts("qwen3-coder", "", tool({"type": "object", **schema}))
+            takes("qwen3-coder", "", tool({"type": "object", **schema}))
 
 
 def test_the_same_text_is_what_the_schema_wants() -> None:
@@ -411,7 +407,7 @@ def test_a_value_that_could_be_a_text_is_held_to_patterns_that_python_cannot_fol
         objects = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": False}
         schema = {"type": "object", "properties": {"v": {"anyOf": [{"type": "string"}, objects if names else lists]}}}
         written = form_of("qwen3-coder").write(("edit_file", json.dumps({"v": text})))
-        assert accepts("qwen3-coder", written, tool(schema))
+        assert takes("qwen3-coder", written, tool(schema))
         ((_, arguments),) = read("qwen3-coder", written, tool(schema))
         return arguments["v"]
 
@@ -664,5 +660,5 @@ def test_formats_allow_only_what_is_valid() -> None:
         own = tool({"type": "object", "properties": {"v": {"type": "string", "format": word}}, "required": ["v"]})
         for value, allowed in ((text, True), (text + " ", False), ("", False)):
             written = form_of("glm-4.7").write(("edit_file", json.dumps({"v": value})))
-            assert accepts("glm-4.7", written, own) is allowed, (word, value)
+            assert takes("glm-4.7", written, own) is allowed, (word, value)
         jsonschema.validate(text, {"format": word}, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kv_conversations import Conversation, identity, restored
+from kv_conversations import Conversation, identity, is_whole, restored
 
 from engine.kv_file import KVFile, KVFileError, KVFileLockedError, bring_back
 from engine.kv_folder import aside_of
@@ -55,7 +55,7 @@ def test_a_failed_sync_is_reported_and_the_next_save_writes_everything_anew(
             patch.setattr(os, "fdatasync" if hasattr(os, "fdatasync") else "fsync", broken)
             with pytest.raises(KVFileError, match=r"^work\.giw-kv: not saved: the disk is broken; 0 of 110 tokens"):
                 file.save(conversation.table, conversation.pool, sync=True)
-        assert file.save(conversation.table, conversation.pool, sync=True).rewritten
+        assert is_whole(file, file.save(conversation.table, conversation.pool, sync=True))
     assert restored(path) == (conversation.table.ids, None)
 
 
@@ -118,7 +118,7 @@ def test_a_file_that_is_removed_while_it_is_open_is_written_again(path: Path) ->
     with conversation.save() as file:
         path.unlink()
         conversation.add_some(10)
-        assert file.save(conversation.table, conversation.pool).rewritten
+        assert is_whole(file, file.save(conversation.table, conversation.pool))
     assert restored(path) == (list(range(110)), None)
 
 
@@ -132,7 +132,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_noticed_in_reading_and_writing(p
         assert file.restore(fresh.table, fresh.pool, 300) == 256
         assert fresh.is_right()
         fresh.add_some(10)
-        assert file.save(fresh.table, fresh.pool).rewritten
+        assert is_whole(file, file.save(fresh.table, fresh.pool))
     assert restored(path) == (fresh.table.ids, None)
 
 
@@ -191,7 +191,7 @@ def test_of_two_that_begin_a_file_at_once_the_first_keeps_it(path: Path) -> None
         with pytest.raises(KVFileLockedError):
             two.save(second.table, second.pool)
         first.add_some(5)
-        assert not one.save(first.table, first.pool).rewritten
+        assert not is_whole(one, one.save(first.table, first.pool))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert restored(path) == (first.table.ids, None)
 
@@ -215,7 +215,7 @@ def test_a_file_stays_locked_while_it_is_replaced(path: Path) -> None:
     conversation.add_some(200)
     with conversation.save() as file:
         conversation.table.truncate(20)
-        assert file.save(conversation.table, conversation.pool).rewritten
+        assert is_whole(file, file.save(conversation.table, conversation.pool))
         with pytest.raises(KVFileLockedError):
             KVFile.open(path, conversation.identity)
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_conversations import ODD, SMALL, Conversation, identity, restored
+from kv_conversations import ODD, SMALL, Conversation, dead_bytes, identity, is_whole, restored
 from tiny_models import write_tiny_model
 
 from engine import kv_records
@@ -84,11 +84,11 @@ class FilesAgainstLists(RuleBasedStateMachine):
         self.saved = list(self.table.ids)
         self.problem = None if self.path.exists() else "file missing"
         assert saved.num_positions == len(self.saved)
-        if not saved.rewritten:
+        if not is_whole(self.file, saved):
             per_position = self.layout.position_bytes + 4
             assert saved.num_bytes <= num_new * per_position + (num_new // BLOCK_SIZE + 2) * 20 + 20
         assert self.file.num_bytes == (self.path.stat().st_size if self.path.exists() else 0)
-        assert self.file.dead_bytes * 2 <= self.file.num_bytes
+        assert dead_bytes(self.file) * 2 <= self.file.num_bytes
 
     @rule(share=st.floats(0, 1), warm=st.floats(0, 1))
     def restart(self, share: float, warm: float) -> None:
@@ -218,7 +218,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             conversation.table.truncate(length)
             conversation.add_some(count)
             file.save(conversation.table, conversation.pool)
-        assert 0 < file.dead_bytes < file.num_bytes / 2
+        assert 0 < dead_bytes(file) < file.num_bytes / 2
     return path.read_bytes()
 
 
@@ -341,8 +341,8 @@ def test_a_damaged_block_leaves_nothing_in_the_pool_and_is_cut_off_by_the_next_s
         damaged = np.frombuffer(data[second.data : second.end], np.uint8)
         assert not (fresh.pool.memory == damaged).all(axis=1).any()
         fresh.add(range(5000, 5200))
-        assert not file.save(fresh.table, fresh.pool).rewritten
-        assert file.dead_bytes > 0
+        assert not is_whole(file, file.save(fresh.table, fresh.pool))
+        assert dead_bytes(file) > 0
     assert restored(path) == (fresh.table.ids, None)
 
 
@@ -437,7 +437,7 @@ def test_a_turn_writes_only_what_it_added(path: Path) -> None:
             conversation.table.append(range(1000 * turn, 1000 * turn + 80))
             saved = file.save(conversation.table, conversation.pool)
             assert saved.num_bytes - 80 * layout.position_bytes < 700
-            assert saved.rewritten == (turn == 0)
+            assert is_whole(file, saved) == (turn == 0)
         assert file.save(conversation.table, conversation.pool, sync=True).num_bytes == 0
         before = path.read_bytes()
         conversation.table.truncate(900)
@@ -453,7 +453,7 @@ def test_a_file_is_written_anew_when_half_of_it_is_dead_and_only_then(path: Path
         for retry in range(12):
             conversation.table.truncate(200)
             conversation.add(range(10_000 * (retry + 1), 10_000 * (retry + 1) + 56))
-            rewrites.append(file.save(conversation.table, conversation.pool).rewritten)
+            rewrites.append(is_whole(file, file.save(conversation.table, conversation.pool)))
             sizes.append(path.stat().st_size)
     assert rewrites == [True] + 4 * [False] + [True] + 4 * [False] + [True] + [False]
     assert max(sizes) < 2 * sizes[0]
@@ -484,7 +484,7 @@ def test_a_system_that_writes_a_few_bytes_at_a_time_writes_the_same_file(
     monkeypatch.setattr(os, "pwritev", a_few)
     with conversation.save() as file:
         conversation.add_some(70)
-        assert not file.save(conversation.table, conversation.pool).rewritten
+        assert not is_whole(file, file.save(conversation.table, conversation.pool))
     assert restored(path) == (list(range(140)), None)
 
 
@@ -509,7 +509,7 @@ def test_the_order_in_which_records_are_read_does_not_matter(
     with conversation.save() as file:  # two records of one block, the first of which was longer once
         conversation.table.truncate(40)
         conversation.add(range(500, 524))
-        assert not file.save(conversation.table, conversation.pool).rewritten
+        assert not is_whole(file, file.save(conversation.table, conversation.pool))
     monkeypatch.setattr(kv_records, "ThreadPoolExecutor", Backwards)
     assert restored(path) == (conversation.table.ids, None)
     path.write_bytes(whole)
@@ -521,7 +521,7 @@ def test_an_empty_conversation_makes_no_file(path: Path) -> None:
     with KVFile.open(path, conversation.identity) as file:
         assert file.save(conversation.table, conversation.pool).num_bytes == 0
         assert not path.exists()
-        assert (file.ids, file.num_bytes, file.dead_bytes) == ([], 0, 0)
+        assert (file.ids, file.num_bytes, dead_bytes(file)) == ([], 0, 0)
 
 
 def test_restoring_into_a_full_pool_changes_nothing(path: Path) -> None:

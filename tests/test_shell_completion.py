@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,20 +23,28 @@ READ = {
     "zsh": "bindkey -e; autoload -U compinit; compinit -u -D; source <(goinfer-chat --show-completion)",
     "fish": "goinfer-chat --show-completion | source",
 }
+NAMES = ("x $(touch ran)", "x$(touch ran)", "x`touch ran`", 'x";touch ran;"', "x';touch ran;'", "x:touch")
+"""Of conversations, which a shell would run or part."""
+
+
+@contextmanager
+def started(name: str, folder: Path, *conversations: str) -> Iterator[Terminal]:
+    """A shell in `folder` that has read the completion; `goinfer-chat` is a command there, with these conversations."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    with Store(folder / "sessions") as store:
+        for conversation in conversations:
+            kept(store, ("hi", "hello"), name=conversation)
+    with Terminal(START[name], env=shell_environment(folder), columns=200) as terminal:
+        terminal.send(f"cd '{folder}'; {READ[name]}; echo COMPLETION''READ\r")
+        terminal.wait("COMPLETIONREAD")
+        terminal.settle(0.2)
+        yield terminal
 
 
 @pytest.fixture(params=START)
 def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
-    """A shell that has read the completion; `goinfer-chat` is a command there, with one conversation."""
-    name = request.param
-    if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed")
-    with Store(tmp_path / "sessions") as store:
-        kept(store, ("hi", "hello"), name="holiday-plan")
-    with Terminal(START[name], env=shell_environment(tmp_path), columns=120) as terminal:
-        terminal.send(f"{READ[name]}; echo COMPLETION''READ\r")
-        terminal.wait("COMPLETIONREAD")
-        terminal.settle(0.3)
+    with started(request.param, tmp_path, "holiday-plan") as terminal:
         yield terminal
 
 
@@ -59,3 +68,13 @@ def test_tabs_list_what_there_is(shell: Terminal) -> None:
     shell.settle(1.0)
     shell.send("\t")
     shell.wait(lambda: all(name in shell.text for name in ("auto", "dark", "light", "none")))
+
+
+@pytest.mark.parametrize("name", START)
+def test_no_name_of_a_conversation_runs_a_command_at_a_tab(name: str, tmp_path: Path) -> None:
+    asked = "complete -C 'goinfer-chat --resume x'\n" if name == "fish" else "goinfer-chat --resume x\t"
+    with started(name, tmp_path, *NAMES, "xsafe-1.2") as terminal:
+        terminal.send(asked)
+        terminal.wait("xsafe-1.2")
+        assert not (tmp_path / "ran").exists()
+        assert "touch" not in terminal.text

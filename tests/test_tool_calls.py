@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from call_templates import FAMILIES, Family
+from grammar_texts import accepts
 
 from engine.api import Message, NamedTool, Request, ToolCall
 from engine.call_arguments import JsonArguments
@@ -157,28 +158,25 @@ def test_a_template_that_knows_no_tools_tells_of_them_in_the_system_prompt(name:
 @pytest.mark.parametrize("name", ALL)
 def test_the_grammar_of_a_form_takes_its_calls_and_no_others(name: str) -> None:
     family = FAMILIES[name]
-    form, compiler, tokenizer = family.template.call_form, GrammarCompiler(family.tokenizer), family.tokenizer
+    form, compiler = family.template.call_form, GrammarCompiler(family.tokenizer)
 
-    def accepts(text: str, *, several: bool = True, begun: bool = False) -> bool:
+    def takes(text: str, *, several: bool = True, begun: bool = False) -> bool:
         rules = form.rules_after_opener if begun else form.rules
-        matcher = compiler.compile(rules(compiler, TOOLS, several=several), "them").matcher()
-        ids = tokenizer.encode(text, control=True, continues=True)
-        assert matcher is not None
-        return matcher.advance(ids) == len(ids) and matcher.may_end
+        return accepts(compiler.compile(rules(compiler, TOOLS, several=several), "them"), text, control=True)
 
     arguments = ARGUMENTS if form.arguments != JsonArguments(JsonStyle(",", ":")) else ARGUMENTS.replace(" ", "")
     one, two = ("get_file", arguments), ('odd "name"', arguments)
     for begun in (False, True):
-        assert accepts(written(form, one), begun=begun)
-        assert accepts(written(form, two), begun=begun)
+        assert takes(written(form, one), begun=begun)
+        assert takes(written(form, two), begun=begun)
         if form.middle is not None:
-            assert accepts(written(form, one, two, one), begun=begun)
-            assert not accepts(written(form, one, two), several=False, begun=begun)
-        assert not accepts(written(form, ("launch_rocket", arguments)), begun=begun)
-        assert not accepts(written(form, ("get_file", '{"path": "a.py"}')), begun=begun)
-        assert not accepts(written(form, ("get_file", arguments[:-1] + ', "more": 1}')), begun=begun)
-        assert not accepts(written(form, one)[:-1], begun=begun)
-        assert not accepts(written(form, one) + " and so on", begun=begun)
+            assert takes(written(form, one, two, one), begun=begun)
+            assert not takes(written(form, one, two), several=False, begun=begun)
+        assert not takes(written(form, ("launch_rocket", arguments)), begun=begun)
+        assert not takes(written(form, ("get_file", '{"path": "a.py"}')), begun=begun)
+        assert not takes(written(form, ("get_file", arguments[:-1] + ', "more": 1}')), begun=begun)
+        assert not takes(written(form, one)[:-1], begun=begun)
+        assert not takes(written(form, one) + " and so on", begun=begun)
 
 
 CODE_SCHEMA = {
@@ -214,7 +212,7 @@ def test_arguments_as_code_are_named_values_in_order(code: str, arguments: Any) 
     compiler = GrammarCompiler(tokenizer)
     rules = STATED_AS_CODE.rules(compiler, [{"name": "f", "parameters": CODE_SCHEMA}], several=True)
     text = f"```tool_code\nf({code})\n```"
-    assert compiler.compile(rules, "it").accepts(text) is (arguments is not None)
+    assert accepts(compiler.compile(rules, "it"), text) is (arguments is not None)
     if arguments is not None:
         calls, whole = STATED_AS_CODE.read(text, {"f": None})
         assert whole
@@ -237,7 +235,7 @@ def test_arguments_that_are_no_names_are_one_object_in_code(schema: dict[str, An
         STATED_AS_CODE.rules(compiler, [{"name": "f", "parameters": schema}], several=False), "it"
     )
     text = '```tool_code\nf({"x-y": 3})\n```'
-    assert grammar.accepts(text)
+    assert accepts(grammar, text)
     assert STATED_AS_CODE.read(text, {"f": None}) == ([("f", '{"x-y": 3}')], True)
 
 
