@@ -21,6 +21,7 @@ from engine.call_stated import STATED, STATED_AS_CODE, told_form
 from engine.errors import TemplateError, UsageError
 from engine.grammar import JsonStyle
 from engine.prompt_values import Dialect
+from engine.template_sandbox import Refused
 from engine.tool_calls import NUMBER, CallForm
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ _DIALECTS = tuple(Dialect(*each) for each in itertools.product((False, True), re
 
 def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[CallForm, Dialect]:
     """The form of calls and how the template wants to be given them; a stated form where none can be read."""
+    form, dialect = _form_in_dialect(template, tokenizer)
+    return form, replace(dialect, only_objects=_fails_without_objects(template, dialect))
+
+
+def _form_in_dialect(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[CallForm, Dialect]:
     told = next((in_system for in_system in (False, True) if _tells_of_tools(template, in_system)), None)
     dialects = [replace(dialect, tools_in_system=bool(told)) for dialect in _DIALECTS]
     probes = [_Probe(template, tokenizer, dialect) for dialect in dialects]
@@ -59,6 +65,20 @@ def find_form(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[CallForm, D
     if any(_NAMES[0] in probe.written(_NAMES[:1], _VALUES) for probe in probes):
         return fallback, dialects[0]  # it writes calls that cannot be read
     return told_form(template.source, template.markers, told=told is not None) or fallback, dialects[0]
+
+
+def _fails_without_objects(template: ChatTemplate, dialect: Dialect) -> bool:
+    """Whether arguments that are no object end the template otherwise than by its own refusal."""
+    call = {"id": _ID, "type": "function", "function": {"name": _NAMES[0], "arguments": _TEXT}}
+    messages = [
+        Message(role="user", content="probe question"),
+        Message(role="assistant", content="", tool_calls=(call,)),
+    ]
+    try:
+        template.render_as_given(messages, (), dialect=dialect)
+    except TemplateError as error:
+        return not isinstance(error.__cause__, Refused)
+    return False
 
 
 def _tells_of_tools(template: ChatTemplate, in_system: bool) -> bool:

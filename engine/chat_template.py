@@ -19,7 +19,7 @@ import jinja2
 from engine.api import Message
 from engine.call_probe import find_form
 from engine.call_stated import stated
-from engine.errors import ModelFileError, TemplateError, UsageError
+from engine.errors import ModelFileError, TemplateError, UsageError, one_line
 from engine.kv_cache import common_start
 from engine.prompt_ids import PromptIds
 from engine.prompt_values import (
@@ -223,14 +223,14 @@ class ChatTemplate:
     ) -> Prompt:
         """What the template is given: tools in words where it knows none, ids of calls as short as it wants them."""
         with_calls = tools or any(message.role == "tool" or message.tool_calls for message in messages)
-        form = self.call_form if with_calls else None
+        form, dialect = self._calls if with_calls else (None, PLAIN)
         if form is not None and (form.stated or form.placed):
             messages, tools = stated(messages, tools, form), () if form.stated else tools
-        if form is not None and self._wants_objects:
+        if dialect.only_objects:
             messages = [with_object_arguments(message) for message in messages]
         if self._short_call_ids:
             messages = [with_short_ids(message) for message in messages]
-        return Prompt(tuple(messages), tuple(tools), arguments, PLAIN if form is None else self._calls[1])
+        return Prompt(tuple(messages), tuple(tools), arguments, dialect)
 
     def _told(self, prompt: Prompt) -> tuple[Prompt, str]:
         """The prompt in the first form that the template accepts and in which it leaves nothing out, and its text."""
@@ -254,17 +254,6 @@ class ChatTemplate:
         if not accepted:
             raise refusals[-1]
         return accepted[0]
-
-    @functools.cached_property
-    def _wants_objects(self) -> bool:
-        """Whether the template fails with arguments that are no object, as small models may write them."""
-        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": "x"}}
-        probe = (Message(role="user", content="x"), Message(role="assistant", content="", tool_calls=(call,)))
-        try:
-            self.rendered(Prompt(probe, (), {"add_generation_prompt": True}, self._calls[1]))
-        except TemplateError as error:
-            return not isinstance(error.__cause__, Refused)
-        return False
 
     @functools.cached_property
     def _tells_system(self) -> bool:
@@ -301,12 +290,12 @@ class ChatTemplate:
         except UsageError:
             raise
         except Refused as error:
-            raise TemplateError(f"the chat template refuses these messages: {_one_line(error)}") from error
+            raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from error
         except LimitExceeded as error:
             raise TemplateError(f"the chat template was stopped: {error}") from error
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
-                f"the chat template cannot be read, line {error.lineno}: {_one_line(error.message)}; "
+                f"the chat template cannot be read, line {error.lineno}: {one_line(error.message)}; "
                 "give another one in its place (--chat-template FILE, chat_template= in the library)"
             ) from error
         except RecursionError as error:
@@ -314,7 +303,7 @@ class ChatTemplate:
                 "the chat template was stopped: it or what it was given is nested too deeply"
             ) from error
         except Exception as error:
-            raise TemplateError(f"the chat template fails with {type(error).__name__}: {_one_line(error)}") from error
+            raise TemplateError(f"the chat template fails with {type(error).__name__}: {one_line(error)}") from error
 
     def _template(self, with_tools: bool) -> jinja2.Template:
         source = self._tool_source if with_tools else self._source
@@ -329,9 +318,3 @@ def _template_text(metadata: Mapping[str, Any], key: str) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ModelFileError(f"{key} is not a text")
     return text if text and not text.isspace() else None
-
-
-def _one_line(message: object) -> str:
-    """Without control characters, and not too long to read."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in str(message)).split())
-    return text if len(text) <= 500 else f"{text[:500]}..."

@@ -20,6 +20,9 @@ the server show it.
 
 from __future__ import annotations
 
+MAX_QUOTED = 500
+"""Characters of what others said in a message at most."""
+
 MAX_MESSAGE = 2000
 """Characters of a message at most."""
 
@@ -99,3 +102,10 @@ class ContextExceededError(GoinferError):
 
 class EngineError(GoinferError):
     """A request cannot go on. Others are not affected, unless the engine is closed."""
+
+
+def one_line(said: object) -> str:
+    """What a file, a server or a library said, to be a part of a message: without control characters, and not too long
+    to read."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(said)).split())
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."

@@ -31,6 +31,8 @@ class Dialect:
     """Without a text, `content` is none, not an empty text."""
     tools_in_system: bool = False
     """Tools are given as a field of the system message, as JSON text (Phi-4-mini)."""
+    only_objects: bool = False
+    """It fails with arguments that are no object, as small models may write them (`with_object_arguments`)."""
 
     def spoken(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A message in it."""

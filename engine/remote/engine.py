@@ -28,7 +28,7 @@ from engine.api import (
     TextDelta,
     ToolCallReady,
 )
-from engine.errors import EngineError, UsageError
+from engine.errors import EngineError, UsageError, one_line
 from engine.remote.body import body_of
 from engine.remote.checks import problem_of_calls, problem_of_text
 from engine.remote.reply import Incoming
@@ -230,7 +230,7 @@ class RemoteEngine:
                         return
                     case _Ended(error=error):
                         if not incoming.begun:
-                            raise EngineError(f"{self._host}: {_one_line(error)}") from error
+                            raise EngineError(f"{self._host}: {one_line(error)}") from error
                         return
                     case _:
                         yield from incoming.push(item)
@@ -273,7 +273,7 @@ class RemoteEngine:
         except APIStatusError as error:
             if error.status_code in (429, 503):
                 reason = f"{error.status_code} {_message(error.body) or error.response.reason_phrase}"
-                items.put(_Busy(_one_line(reason), _seconds(error.response.headers.get("retry-after"))))
+                items.put(_Busy(one_line(reason), _seconds(error.response.headers.get("retry-after"))))
             else:
                 items.put(_Ended(EngineError(f"{error.status_code} {_message(error.body) or error.message}")))
         except APIConnectionError as error:  # a timeout is one too
@@ -296,7 +296,7 @@ class RemoteEngine:
                 ) from error
             return None
         except APIConnectionError as error:
-            raise EngineError(f"{self._host} cannot be reached ({_one_line(error.__cause__ or error)})") from error
+            raise EngineError(f"{self._host} cannot be reached ({one_line(error.__cause__ or error)})") from error
         except (APIError, ValueError, AttributeError, TypeError):
             return None
 
@@ -353,7 +353,3 @@ def _seconds(text: str | None) -> float | None:
         return max(0.0, float(text)) if text is not None else None
     except ValueError:
         return None
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

@@ -36,10 +36,9 @@ from goinfer_chat.server.common import (
     timings,
     usage,
 )
-from goinfer_chat.server.errors import ApiError
 from goinfer_chat.server.fields import Fields
 from goinfer_chat.server.served import Models
-from goinfer_chat.server.streaming import Job, sse
+from goinfer_chat.server.streaming import Job, OpenAIFormat, sse
 
 
 def read_chat(body: Fields, models: Models) -> Job:
@@ -109,7 +108,7 @@ def choices_of(request: Request, count: int) -> list[Request]:
     ]
 
 
-class ChatFormat:
+class ChatFormat(OpenAIFormat):
     """Chat completions, whole or in chunks."""
 
     def __init__(self, model: str, *, count: int, include_usage: bool) -> None:
@@ -144,12 +143,6 @@ class ChatFormat:
         if self._include_usage:
             last.append(sse(self._object("chat.completion.chunk", choices=[], usage=usage(replies))))
         return [*last, sse("[DONE]")]
-
-    def failed(self, error: ApiError) -> list[bytes]:
-        return [sse(error.as_openai())]
-
-    def ping(self) -> bytes:
-        return b": ping\n\n"
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices = []

@@ -24,7 +24,7 @@ from goinfer_chat.server.common import (
 from goinfer_chat.server.errors import ApiError
 from goinfer_chat.server.fields import Fields, checked_text, kind_of
 from goinfer_chat.server.served import Models, Tokens
-from goinfer_chat.server.streaming import Job, TextJob, sse
+from goinfer_chat.server.streaming import Job, OpenAIFormat, TextJob, sse
 
 DEFAULT_TOKENS = 16
 """What OpenAI generates where a request does not say how much."""
@@ -106,7 +106,7 @@ def _ids(prompt: str | list[int], tokenizer: Tokens, *, special: bool) -> tuple[
     return tuple(ids)
 
 
-class CompletionFormat:
+class CompletionFormat(OpenAIFormat):
     """Completions, whole or in chunks."""
 
     def __init__(self, model: str, *, include_usage: bool, num_prompts: int) -> None:
@@ -137,12 +137,6 @@ class CompletionFormat:
         if self._include_usage:
             last.append(sse({**self._head, "choices": [], "usage": usage(replies, num_prompts=self._num_prompts)}))
         return [*last, sse("[DONE]")]
-
-    def failed(self, error: ApiError) -> list[bytes]:
-        return [sse(error.as_openai())]
-
-    def ping(self) -> bytes:
-        return b": ping\n\n"
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices = [

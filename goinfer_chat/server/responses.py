@@ -37,7 +37,7 @@ from goinfer_chat.server.common import (
 from goinfer_chat.server.errors import ApiError
 from goinfer_chat.server.fields import Fields, checked_text
 from goinfer_chat.server.served import Models
-from goinfer_chat.server.streaming import Job, sse
+from goinfer_chat.server.streaming import Job, OpenAIFormat, sse
 
 MAX_STORED = 256
 MAX_STORED_CHARACTERS = 64_000_000
@@ -206,7 +206,7 @@ def _tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-class ResponseFormat:
+class ResponseFormat(OpenAIFormat):
     """A response object, whole or as the events that build it."""
 
     def __init__(self, model: str, request: Request, instructions: str | None, *, stored: bool) -> None:
@@ -266,9 +266,6 @@ class ResponseFormat:
         response = self._response("failed", self._items)
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return [self._event("response.failed", response=response)]
-
-    def ping(self) -> bytes:
-        return b": ping\n\n"
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         reply = replies[0]

@@ -57,6 +57,16 @@ class Format(Protocol):
         ...
 
 
+class OpenAIFormat:
+    """What the streams of OpenAI's APIs have in common."""
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return [sse(error.as_openai())]
+
+    def ping(self) -> bytes:
+        return b": ping\n\n"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What a request asks for, checked."""
