@@ -53,8 +53,8 @@ class Buffers:
         given = c.num_layers * c.layer_embedding_size
         self.given = floats(rows, line(given)) if given else None
         """What gates a branch in each layer."""
-        self.states = floats(max(rows, SPLIT_ROWS * self.num_parts) * c.num_heads * state)
-        attention = 4 * (QUERY_TILE * (PART + state) + BLOCK * widest + 2 * BLOCK) + 16 * QUERY_TILE
+        self.states = floats(SPLIT_ROWS * self.num_parts * c.num_heads * state)
+        attention = 4 * (QUERY_TILE * (PART + 2 * state) + BLOCK * widest + 2 * BLOCK) + 20 * QUERY_TILE
         gated = GATED_ROWS * 2 * 256 * 4
         self.scratch = zeroed(threads * line(max(attention, gated, 4 * given))).reshape(threads, -1)
         widest_gate = max(c.ffn_sizes, default=0)

@@ -220,8 +220,9 @@ class Program:
         self._keep_wanted(n)
         window = c.window if local else 0
         cap = b.constants[3:].ctypes.data if c.attention_cap else 0
-        self._add(Op.ATTEND, window=window, cap=cap, **cache)
         gate = self._offsets[id(layer.qkv[3])] if c.arch.delta_layers else 0
+        sinks = self._at.sinks(n)
+        self._add(Op.ATTEND, window=window, cap=cap, gate=gate, sinks=sinks, **cache)
         activation = self._attended[layer.output.num_columns]
         self._add(
             Op.MERGE,
@@ -230,7 +231,7 @@ class Program:
             window=window,
             share=self._share(activation, heads.dim),
             gate=gate,
-            sinks=self._at.sinks(n),
+            sinks=sinks,
         )
 
     def _cache(self, n: int) -> dict[str, int]:

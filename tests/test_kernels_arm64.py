@@ -133,13 +133,14 @@ def test_products_on_arm64_have_the_bits_of_the_twin(type: TensorType, tmp_path:
 @pytest.mark.slow
 @needs_qemu
 def test_softmax_on_arm64_has_the_bits_of_the_twin(tmp_path: Path) -> None:
-    x = np.random.default_rng(4).standard_normal(512).astype(np.float32) * 5
-    weights, peak, total = twins.softmax(x.copy(), 3, 400)
-    state = np.ones(16 + 64, np.float32)
-    Emulated(tmp_path, core_text()).call("softmax", x, 3, 400, 512, state, 64)
-    assert_same_bits(x, weights)
-    assert_same_bits(state[:2], np.array([peak, total], np.float32))
-    assert not state[16:].any()
+    x = np.random.default_rng(4).standard_normal((3, 512)).astype(np.float32) * 5
+    weights, peaks, totals = twins.softmax(x[:, :448].copy(), 3, 400)
+    states = np.ones((3, 16 + 64), np.float32)
+    places = BASE + np.arange(3) * states.strides[0]
+    Emulated(tmp_path, core_text()).call_behind(states, "softmax", x, 3, 3, 400, places, 64)
+    assert_same_bits(x[:, :448], weights)
+    assert_same_bits(states[:, :2], np.stack([peaks, totals], axis=1))
+    assert not states[:, 16:].any()
 
 
 @pytest.mark.slow
@@ -177,11 +178,12 @@ def test_attention_in_integers_on_arm64_has_the_bits_of_the_twin(tmp_path: Path)
     emulated.call_behind(rows, "scores_fixed", places, 3, keys, scales, out, dim, stored)
     assert_same_bits(out[:, :64], expected)
     weights, states = np.zeros((3, 512), np.float32), np.zeros((3, 16 + dim), np.float32)
+    of_weights = np.zeros(16, np.float32)
     weights[:, :61] = rng.uniform(0, 1, (3, 61))
     expected = twins.fixed_weigh(weights[:, :61].copy(), x[:61], np.zeros((3, dim), np.float32))
     places = BASE + np.arange(3) * states.strides[0]
     emulated.call("scale_values", x, 61, scales, factors, dim)
     emulated.call("fix_values", x, factors, values, 31, dim, x)
-    emulated.call_behind(states, "fix_weights", weights, 3, 0, scales, places)
-    emulated.call_behind(states, "weigh_fixed", weights, 3, values, 31, places, dim, x)
+    emulated.call("fix_weights", weights, 3, 0, scales, of_weights)
+    emulated.call_behind(states, "weigh_fixed", weights, of_weights, 3, values, 31, places, dim, x)
     assert_same_bits(states[:, 16:], expected)

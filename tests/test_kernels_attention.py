@@ -69,25 +69,28 @@ def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(pos
 
 
 @every_target
+@pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
-def test_softmax_has_the_bits_of_the_twin_for_any_part_of_a_part(spread: float, target: str) -> None:
+def test_softmax_has_the_bits_of_the_twin_for_any_part_of_a_part(spread: float, count: int, target: str) -> None:
     """low > 0 is a sliding window; what is not seen may hold anything."""
     rng = np.random.default_rng(2)
-    cases = [(0, 1), (0, 13), (0, 64), (5, 64), (63, 65), (60, 130), (200, 201), (7, 512), (0, 512), (511, 512)]
-    for low, high in cases:
-        padded, dim = -(-high // BLOCK) * BLOCK, 48
-        x = rows_of(rng, PART, spread=spread)
-        x[low // 2] = 2.5  # a tie for the peak now and then
-        x[: low // BLOCK * BLOCK] = np.nan  # blocks before a window are never scored
-        weights, peak, total = twins.softmax(np.nan_to_num(x[:padded]), low, high)
-        state = states_of(UNTOUCHED, UNTOUCHED, np.full((1, dim), UNTOUCHED))
-        before = x[padded:].copy()
-        kernels(target).call("softmax", x, low, high, padded, state, dim)
-        assert_same_bits(x[:padded], weights)
-        assert_same_bits(x[padded:], before)
-        assert_same_bits(state[0, :2], np.array([peak, total]))
-        assert (state[0, 2:STATE] == UNTOUCHED).all()
-        assert_same_bits(state[0, STATE:], np.zeros(dim, np.float32))
+    cases = [(0, 1), (0, 13), (0, 64), (5, 64), (63, 65), (60, 130), (64, 128), (200, 201), (7, 512), (0, 512)]
+    for low, high in [*cases, (511, 512)]:
+        first, last, dim = low // BLOCK * BLOCK, -(-high // BLOCK) * BLOCK, 48
+        x = rows_of(rng, count + 1, PART, spread=spread)
+        x[:, low // 2] = 2.5  # a tie for the peak now and then
+        x[:, :first], x[:, last:] = np.nan, np.nan  # blocks that the row does not see are never scored
+        before = x.copy()
+        weights, peaks, totals = twins.softmax(np.nan_to_num(x[:count, :last]), low, high)
+        states = states_of(UNTOUCHED, UNTOUCHED, np.full((count + 1, dim), UNTOUCHED))
+        kernels(target).call("softmax", x, count, low, high, addresses(states), dim)
+        assert_same_bits(x[:count, first:last], weights[:, first:])
+        before[:count, first:last] = x[:count, first:last]
+        assert_same_bits(x, before)
+        assert_same_bits(states[:count, :2], np.stack([peaks, totals], axis=1))
+        assert_same_bits(states[:count, STATE:], np.zeros((count, dim), np.float32))
+        assert (states[:, 2:STATE] == UNTOUCHED).all()
+        assert (states[count] == UNTOUCHED).all()
 
 
 def test_softmax_weights_only_what_is_seen_and_they_add_up() -> None:
@@ -109,7 +112,7 @@ def test_merging_and_finishing_have_the_bits_of_the_twin(distance: float, target
         first = twins.State(rows_of(rng, 1), rng.uniform(1, 300, 1).astype(np.float32), rows_of(rng, 1, dim))
         second = twins.State(first.peak + np.float32(distance), np.float32([1.5]), rows_of(rng, 1, dim))
         state, part = (states_of(s.peak, s.total, s.values) for s in (first, second))
-        kernels(target).call("merge", state, part, dim)
+        kernels(target).call("merge", state, part, 1, dim)
         merged = twins.merge(first, second)
         assert_same_bits(state, states_of(merged.peak, merged.total, merged.values))
         assert_same_bits(part, states_of(second.peak, second.total, second.values))

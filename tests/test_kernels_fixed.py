@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from engine.kernels import fixed, twins
 from engine.kernels.attention import BLOCK, PART, STATE
 
-QUERY_COUNTS = (1, 2, 3, 5, 7, 13)
+QUERY_COUNTS = (1, 2, 3, 5, 7, 13, 37)
 HEAD_SIZES = (16, 48, 64, 80, 112, 256)
 UNTOUCHED = np.float32(-7.25)
 
@@ -117,18 +117,19 @@ def test_weighted_values_have_the_bits_of_the_twin_for_any_number_of_queries(pos
         for count in QUERY_COUNTS:
             states, rows = np.full((count + 1, STATE + dim), UNTOUCHED), weights.copy()
             states[:, STATE:] = start[: count + 1]
-            places, scales = addresses(states), np.zeros((2, BLOCK), np.float32)
+            places, scales, of_weights = addresses(states), np.zeros((2, BLOCK), np.float32), np.full(40, UNTOUCHED)
             for block, values in enumerate(x.reshape(2, BLOCK, dim)):
                 seen = min(BLOCK, positions - BLOCK * block)
                 pairs, levels = (seen + 1) // 2, np.zeros((BLOCK // 2, dim, 2), np.int16)
                 kernels(target).call("scale_values", values, seen, scales[0], scales[1], dim)
-                kernels(target).call("fix_weights", rows, count, block, scales[0], places)
+                kernels(target).call("fix_weights", rows, count, block, scales[0], of_weights)
                 kernels(target).call("fix_values", values, scales[1], levels, pairs, dim, values)
                 of_block = rows[:, 32 * block :]
-                kernels(target).call("weigh_fixed", of_block, count, levels, pairs, places, dim, values)
+                kernels(target).call("weigh_fixed", of_block, of_weights, count, levels, pairs, places, dim, values)
             assert_same_bits(states[:count, STATE:], expected[:count])
             assert_same_bits(states[count, STATE:], start[count])
-            assert (states[count, :STATE] == UNTOUCHED).all()
+            assert (states[:, :STATE] == UNTOUCHED).all()
+            assert (of_weights[count:] == UNTOUCHED).all()
 
 
 def test_no_sum_of_products_leaves_32_bits() -> None:

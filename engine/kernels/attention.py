@@ -7,8 +7,8 @@ or the number of threads; a part leaves a state (largest score, sum, weighted va
 ascending order. So a row's result depends on its own position and on the keys and values before it, nothing else.
 
 For any number of queries (rows x heads) that share a KV head:
-    scores   q . k for 64 positions        softmax  a part's scores -> weights and an empty state
-    weigh    the state += weights . v      merge    fold the next part into a state      finish   divide by the sum
+    scores   q . k for 64 positions        softmax  a part's scores -> weights and empty states
+    weigh    the state += weights . v      merge    fold the next part into states       finish   divide by the sum
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from engine.kernels.ir import F32, I32, I64, VF, Kernel, KernelBuilder, Value, fill, vector
+from engine.kernels.target import Target
 
 BLOCK = 64
 """Positions of a KV block."""
@@ -25,9 +26,6 @@ PART = 512
 """Positions of a softmax part: fixed, since it shapes the sums."""
 STATE = 16
 """Floats before the weighted values of a state: the largest score, the sum, and room for scales (`fixed.py`)."""
-
-WIDTH = 32
-"""Scores that softmax takes at a time: vectors side by side, since one's exponential is a long chain."""
 
 INFINITY = float("inf")
 
@@ -110,57 +108,89 @@ def weigh(tiles: Sequence[int]) -> Kernel:
     return emit
 
 
-def softmax(b: KernelBuilder, p: Value, low: Value, high: Value, padded: Value, state: Value, dim: Value) -> None:
-    """Scores low..high of a part -> weights in place, zeros elsewhere up to `padded`; the state's values are cleared.
+def softmax(target: Target) -> Kernel:
+    """Scores low..high of a part -> weights in place, for `count` queries of one row; the states' values are cleared.
 
-    low and high are what the row may see of this part: causality above, a sliding window below.
+    low and high are what the row may see of this part: causality above, a sliding window below. In the rest of the
+    blocks where it sees something weights are 0; other blocks are left as they are. Rows of scores are PART floats
+    apart.
     """
-    p, state = b.pointer(p), b.pointer(state)
-    wide = vector(F32, WIDTH)
-    lanes = ir.Constant(vector(I32, WIDTH), list(range(WIDTH)))
-    low32, high32 = (b.splat(b.trunc(x, I32), WIDTH) for x in (low, high))
+
+    def emit(b: KernelBuilder, p: Value, count: Value, low: Value, high: Value, states: Value, dim: Value) -> None:
+        p, states = b.pointer(p), b.pointer(states)
+
+        def body(num: int, first: Value) -> None:
+            rows = [b.at(p, b.times(b.sum(first, t), 4 * PART)) for t in range(num)]
+            of = [b.pointer(b.read(I64, states, b.times(b.sum(first, t), 8))) for t in range(num)]
+            _softmax(b, rows, low, high, of, dim, min(BLOCK // 16, target.exponentials // num))
+
+        b.greedy(count, (2, 1), body)
+
+    return emit
+
+
+def _softmax(
+    b: KernelBuilder, rows: list[Value], low: Value, high: Value, states: list[Value], dim: Value, vectors: int
+) -> None:
+    """Queries side by side, `vectors` of each at a time. Those that come next are prefetched."""
+    width = 16 * vectors
+    wide = vector(F32, width)
+    lanes = ir.Constant(vector(I32, width), list(range(width)))
+    low32, high32 = (b.splat(b.trunc(x, I32), width) for x in (low, high))
     # Only at the edges of what the row sees are there lanes to be left out.
-    first = b.sdiv(b.add(low, I64(WIDTH - 1)), I64(WIDTH))
-    last = b.larger_int(first, b.sdiv(high, I64(WIDTH)))
-    ranges = ((I64(0), first, True), (first, last, False), (last, b.sdiv(padded, I64(WIDTH)), True))
+    first = b.sdiv(b.add(low, I64(width - 1)), I64(width))
+    last = b.larger_int(first, b.sdiv(high, I64(width)))
+    begin, end = (b.times(b.sdiv(x, I64(BLOCK)), BLOCK // width) for x in (low, b.sum(high, BLOCK - 1)))
+    ranges = ((begin, first, True), (first, last, False), (last, end, True))
 
-    def masked(x: Value, i: Value, other: float) -> Value:
-        position = b.add(lanes, b.splat(b.trunc(b.times(i, WIDTH), I32), WIDTH))
+    def masked(vs: list[Value], i: Value, other: float) -> list[Value]:
+        position = b.add(lanes, b.splat(b.trunc(b.times(i, width), I32), width))
         seen = b.and_(b.icmp_signed(">=", position, low32), b.icmp_signed("<", position, high32))
-        return b.select(seen, x, fill(wide, other))
+        return [b.select(seen, v, fill(wide, other)) for v in vs]
 
-    top, total = b.variable(fill(wide, -INFINITY)), b.variable(fill(VF, 0.0))
-    for start, end, edge in ranges:
-        with b.loop(end, start) as i:
-            x = b.read(wide, p, b.times(i, 4 * WIDTH))
-            b.store(b.larger(masked(x, i, -INFINITY) if edge else x, b.get(top, wide)), top)
-    peak = b.tree(b.get(top, wide), b.larger)
-    for start, end, edge in ranges:
-        with b.loop(end, start) as i:
-            at = b.times(i, 4 * WIDTH)
-            e = b.exp(b.fsub(b.read(wide, p, at), b.splat(peak, WIDTH)), positive=False)
-            e = masked(e, i, 0.0) if edge else e
-            b.write(e, p, at)
-            for k in range(0, WIDTH, 16):
-                b.store(b.fadd(b.get(total, VF), b.pick(e, e, range(k, k + 16))), total)
-    b.write(peak, state)
-    b.write(b.tree(b.get(total, VF), b.fadd), state, 4)
-    with b.loop(b.sdiv(dim, I64(16))) as i:
-        b.write(fill(VF, 0.0), state, 4 * STATE, b.times(i, 64))
+    tops, totals = b.variables(len(rows), fill(wide, -INFINITY)), b.variables(len(rows), fill(VF, 0.0))
+    for start, stop, edge in ranges:
+        with b.loop(stop, start) as i:
+            x = [b.read(wide, row, b.times(i, 4 * width)) for row in rows]
+            for v, top in zip(masked(x, i, -INFINITY) if edge else x, tops, strict=True):
+                b.store(b.larger(v, b.get(top, wide)), top)
+    peaks = [b.tree(b.get(top, wide), b.larger) for top in tops]
+    for start, stop, edge in ranges:
+        with b.loop(stop, start) as i:
+            at = b.times(i, 4 * width)
+            x = [b.fsub(b.read(wide, row, at), b.splat(peak, width)) for row, peak in zip(rows, peaks, strict=True)]
+            e = b.exp_of_each(x, positive=False)
+            for v, row, total in zip(masked(e, i, 0.0) if edge else e, rows, totals, strict=True):
+                for k in range(0, width if len(rows) > 1 else 0, 16):
+                    b.prefetch(b.at(row, at, 4 * PART * len(rows) + 4 * k))
+                b.write(v, row, at)
+                for k in range(0, width, 16):
+                    b.store(b.fadd(b.get(total, VF), b.pick(v, v, range(k, k + 16))), total)
+    for state, peak, total in zip(states, peaks, totals, strict=True):
+        b.write(peak, state)
+        b.write(b.tree(b.get(total, VF), b.fadd), state, 4)
+        with b.loop(b.sdiv(dim, I64(16))) as i:
+            b.write(fill(VF, 0.0), state, 4 * STATE, b.times(i, 64))
 
 
-def merge(b: KernelBuilder, state: Value, part: Value, dim: Value) -> None:
-    """Fold the state of the next part into `state` (online softmax, Milakov and Gimelshein 2018)."""
-    state, part = b.pointer(state), b.pointer(part)
-    first, second = b.read(F32, state), b.read(F32, part)
-    peak = b.larger(first, second)
-    keep, take = (b.exp(b.splat(b.fsub(x, peak)), positive=False) for x in (first, second))
-    b.write(peak, state)
-    total = b.fmadd(take, b.broadcast(F32, part, 4), b.fmul(keep, b.broadcast(F32, state, 4)))
-    b.write(b.extract_element(total, I32(0)), state, 4)
-    with b.loop(b.sdiv(dim, I64(16))) as i:
-        at = b.sum(4 * STATE, b.times(i, 64))
-        b.write(b.fmadd(take, b.read(VF, part, at), b.fmul(keep, b.read(VF, state, at))), state, at)
+def merge(b: KernelBuilder, states: Value, parts: Value, count: Value, dim: Value) -> None:
+    """Fold the states of the next part into `states`, one behind the other (Milakov and Gimelshein 2018)."""
+    states, parts = b.pointer(states), b.pointer(parts)
+    one = fill(VF, 1.0)
+    with b.loop(count) as n:
+        start = b.times(n, b.times(b.sum(dim, STATE), 4))
+        state, part = b.at(states, start), b.at(parts, start)
+        first, second = b.read(F32, state), b.read(F32, part)
+        higher = b.fcmp_ordered(">", first, second)
+        peak, other = b.select(higher, first, second), b.select(higher, second, first)
+        shrunk = b.exp(b.splat(b.fsub(other, peak)), positive=False)  # what has the peak keeps its size
+        keep, take = b.select(higher, one, shrunk), b.select(higher, shrunk, one)
+        b.write(peak, state)
+        total = b.fmadd(take, b.broadcast(F32, part, 4), b.fmul(keep, b.broadcast(F32, state, 4)))
+        b.write(b.extract_element(total, I32(0)), state, 4)
+        with b.loop(b.sdiv(dim, I64(16))) as i:
+            at = b.sum(4 * STATE, b.times(i, 64))
+            b.write(b.fmadd(take, b.read(VF, part, at), b.fmul(keep, b.read(VF, state, at))), state, at)
 
 
 def finish(b: KernelBuilder, state: Value, out: Value, dim: Value) -> None:

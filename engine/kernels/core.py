@@ -45,7 +45,7 @@ def kernels(target: Target) -> dict[str, Kernel]:
         **fixed.kernels(target),
         "scores_floats": attention.scores(target.query_tiles),
         "weigh_floats": attention.weigh(target.query_tiles),
-        "softmax": attention.softmax,
+        "softmax": attention.softmax(target),
         "merge": attention.merge,
         "finish": attention.finish,
     }

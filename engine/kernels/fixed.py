@@ -38,9 +38,6 @@ SUM_LIMIT = (1 << 18) - 1024
 PEAKS = 8
 """How often the largest of them goes into the sum at least, so that it fits 16 bits."""
 
-WEIGHT_SCALE = 8
-"""Bytes of a state before the scale of a block's weights: behind the largest score and the sum."""
-
 TINY = 2.0**-100
 """What has no number as large as this counts as zeros: SUM_LIMIT / it would leave f32's range."""
 
@@ -199,23 +196,46 @@ def scores(target: Target) -> Kernel:
     return emit
 
 
-def fix_weights(b: KernelBuilder, weights: Value, count: Value, block: Value, scales: Value, states: Value) -> None:
-    """Weights [i] f32 of a block times the scales of its values, in place -> integers i16 [64], and a scale in state i.
+def fix_weights(b: KernelBuilder, weights: Value, count: Value, block: Value, of_values: Value, scales: Value) -> None:
+    """Weights [i] f32 of a block times the scales of its values, in place -> integers i16 [64], and scales f32 [i].
 
     Rows of weights are PART floats apart. A block's integers lie at half the distance of its floats from the row's
     start, so blocks must be taken in ascending order.
     """
-    weights, scales, states = b.pointer(weights), b.pointer(scales), b.pointer(states)
-    of_values = [b.read(VF, scales, 64 * c) for c in range(4)]
-    with b.loop(count) as n:
-        p = b.at(weights, b.times(n, 4 * PART))
-        w = [b.fmul(b.read(VF, p, b.times(block, 4 * BLOCK), 64 * c), x) for c, x in enumerate(of_values)]
-        tops = b.larger(b.larger(w[0], w[1]), b.larger(w[2], w[3]))
-        unit = _unit(b, tops, b.fadd(b.fadd(w[0], w[1]), b.fadd(w[2], w[3])))
-        factor = _factor(b, SUM_LIMIT, b.splat(unit))
-        for c, x in enumerate(w):
-            b.write(b.trunc(_rounded(b, x, factor), vector(I16, 16)), p, b.times(block, 2 * BLOCK), 32 * c)
-        b.write(b.fdiv(unit, F32(SUM_LIMIT)), b.pointer(b.read(I64, states, b.times(n, 8))), WEIGHT_SCALE)
+    weights, of_values, scales = b.pointer(weights), b.pointer(of_values), b.pointer(scales)
+    factors = [b.read(VF, of_values, 64 * c) for c in range(4)]
+
+    def scaled(row: Value) -> list[Value]:
+        return [b.fmul(b.read(VF, row, b.times(block, 4 * BLOCK), 64 * c), x) for c, x in enumerate(factors)]
+
+    def body(num: int, first: Value) -> None:
+        """Sixteen rows share the adding up of lanes and a division; the weights are made twice, which costs less."""
+        rows = [b.at(weights, b.times(b.sum(first, t), 4 * PART)) for t in range(num)]
+        tops, sums = [], []
+        for row in rows:
+            w = scaled(row)
+            tops.append(b.larger(b.larger(w[0], w[1]), b.larger(w[2], w[3])))
+            sums.append(b.fadd(b.fadd(w[0], w[1]), b.fadd(w[2], w[3])))
+        place = b.at(scales, b.times(first, 4))
+        if num == 1:
+            unit = _unit(b, tops[0], sums[0])
+            b.write(b.fdiv(unit, F32(SUM_LIMIT)), place)
+            spread = [_factor(b, SUM_LIMIT, b.splat(unit))]
+        else:
+            peaks, totals = b.tree_of_each(tops, b.larger), b.tree_of_each(sums, b.fadd)
+            units = b.larger(b.fmul(peaks, fill(VF, PEAKS)), totals)
+            b.write(b.fdiv(units, fill(VF, SUM_LIMIT)), place)
+            found = b.scratch(VF)
+            b.write(_factor(b, SUM_LIMIT, units), found)
+            spread = [b.broadcast(F32, found, 4 * t) for t in range(num)]
+        for row, factor in zip(rows, spread, strict=True):
+            for c in range(4 if num > 1 else 0):
+                b.prefetch(b.at(row, b.times(block, 4 * BLOCK), num * 4 * PART + 64 * c))
+            w = [b.bitcast(_rounded(b, x, factor), VS) for x in scaled(row)]
+            for c in range(0, 4, 2):  # the lower halves of two vectors
+                b.write(b.pick(w[c], w[c + 1], range(0, 64, 2)), row, b.times(block, 2 * BLOCK), 32 * c)
+
+    b.greedy(count, (16, 1), body)
 
 
 def fix_values(
@@ -244,17 +264,18 @@ def fix_values(
 
 
 def weigh(target: Target) -> Kernel:
-    """The values of state i += its scale * weights[i][0 .. 2 pairs) . values [2 pairs][dim].
+    """The values of state i += scale i * weights[i][0 .. 2 pairs) . values [2 pairs][dim].
 
-    Weights as `fix_weights` leaves them, from the block's first on; values as `fix_values` does. The first queries ask
-    for what follows.
+    Weights and scales as `fix_weights` leaves them, from the block's first on; values as `fix_values` does. The first
+    queries ask for what follows.
     """
 
     def emit(
-        b: KernelBuilder, weights: Value, count: Value, values: Value, pairs: Value, states: Value, dim: Value,
-        following: Value,
+        b: KernelBuilder, weights: Value, scales: Value, count: Value, values: Value, pairs: Value, states: Value,
+        dim: Value, following: Value,
     ) -> None:  # fmt: skip
-        weights, values, states, following = (b.pointer(p) for p in (weights, values, states, following))
+        pointers = weights, scales, values, states, following
+        weights, scales, values, states, following = (b.pointer(p) for p in pointers)
 
         def body(num: int, first: Value) -> None:
             numbers = [b.sum(first, t) for t in range(num)]
@@ -275,8 +296,8 @@ def weigh(target: Target) -> Kernel:
                         x = b.broadcast(I32, w, b.times(pair, 4))
                         for c, slot in enumerate(slots):
                             b.store(pair_products(b, target, b.get(slot, VI), v[c], x), slot)
-                for s, slots in zip(state, sums, strict=True):
-                    scale = b.broadcast(F32, s, WEIGHT_SCALE)
+                for s, n, slots in zip(state, numbers, sums, strict=True):
+                    scale = b.broadcast(F32, scales, b.times(n, 4))
                     for c, slot in enumerate(slots):
                         place = b.at(s, at, 4 * STATE + 64 * c)
                         b.write(b.fmadd(b.sitofp(b.get(slot, VI), VF), scale, b.read(VF, place)), place)

@@ -184,20 +184,28 @@ class KernelBuilder(ir.IRBuilder):
         Unless x may be `positive`, the upper clamp is left out.
         ln 2 is split in two (Cody and Waite 1980). Ours, so that the bits are the same on every machine.
         """
+        return self.exp_of_each([x], positive)[0]
+
+    def exp_of_each(self, vectors: Sequence[Value], positive: bool = True) -> list[Value]:
+        """`exp` of several vectors step by step in turn, since one alone is a long chain of instructions that wait."""
+        kind = vectors[0].type
+        ints = vector(I32, kind.count)
 
         def c(v: float) -> Value:
-            return fill(x.type, v)
+            return fill(kind, v)
 
-        ints = vector(I32, x.type.count)
-        x = self.select(self.fcmp_ordered("<", x, c(-87.0)), c(-87.0), x)
+        xs = [self.select(self.fcmp_ordered("<", x, c(-87.0)), c(-87.0), x) for x in vectors]
         if positive:
-            x = self.select(self.fcmp_ordered(">", x, c(88.0)), c(88.0), x)
-        n = self.round_even(self.fmul(x, c(EXP_LOG2E)))
-        r = self.fmadd(n, c(EXP_LN2_LOW), self.fmadd(n, c(EXP_LN2_HIGH), x))
-        p = c(EXP_COEFFICIENTS[0])
+            xs = [self.select(self.fcmp_ordered(">", x, c(88.0)), c(88.0), x) for x in xs]
+        products = [self.fmul(x, c(EXP_LOG2E)) for x in xs]
+        ns = [self.round_even(x) for x in products]
+        rs = [self.fmadd(n, c(EXP_LN2_HIGH), x) for n, x in zip(ns, xs, strict=True)]
+        rs = [self.fmadd(n, c(EXP_LN2_LOW), r) for n, r in zip(ns, rs, strict=True)]
+        ps = [c(EXP_COEFFICIENTS[0])] * len(rs)
         for k in EXP_COEFFICIENTS[1:]:
-            p = self.fmadd(p, r, c(k))
-        return self.bitcast(self.add(self.bitcast(p, ints), self.shl(self.fptosi(n, ints), fill(ints, 23))), x.type)
+            ps = [self.fmadd(p, r, c(k)) for p, r in zip(ps, rs, strict=True)]
+        powers = [self.shl(self.fptosi(n, ints), fill(ints, 23)) for n in ns]
+        return [self.bitcast(self.add(self.bitcast(p, ints), n), kind) for p, n in zip(ps, powers, strict=True)]
 
     # ------------------------------------------------------------------ loops
     @contextmanager

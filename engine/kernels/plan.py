@@ -10,8 +10,10 @@ FEW_ROWS = 16
 """Up to this many rows, gate and up take turns as seldom as there is room: reading them from memory is the limit."""
 DOWN_GROUPS = 16
 """Groups of an expert's outputs that are kept in L2, GATED_ROWS rows at a time, until they are added up."""
-QUERY_TILE = 96
-"""Queries (rows x heads of a KV head) that share a pass over a part."""
+QUERY_TILE = 192
+"""Queries (rows x heads of a KV head) that share a pass over a part: their scores, 2 KB each, stay in L2."""
+LEAST_QUERIES = 48
+"""So many share it at least, if there are, before more strips are made for more threads."""
 SPLIT_ROWS = 32
 """Up to this many rows, attention is split over parts as well."""
 TAPS = 4

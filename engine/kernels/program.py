@@ -27,9 +27,9 @@ class Op(IntEnum):
     KEEP = 4
     """From here on only the wanted rows go on."""
     ATTEND = 5
-    """Softmax states of q against the cache."""
+    """Attention of q to the cache; of few rows, its softmax states in parts."""
     MERGE = 6
-    """activation = quantized attention output."""
+    """activation = quantized attention output, of few rows made of its states."""
     GATED = 7
     """second activation = quantized act(gate) * up, a strip of outputs at a time while it is in L2."""
     ADD_NORM = 8
@@ -122,7 +122,7 @@ OPERATION = _record(
     "bias",  # HEADS: address of the bias of q, k and v, or 0; LONE, ADD_BIAS, EXPERTS_DOWN: of the outputs';
     # EXPERTS_GATED: of gate's and up's, expert by expert; ROUTE: what shares get when experts are chosen by them, or 0;
     # CONVOLVE: of the channels, or 0
-    "sinks",  # MERGE: address of a softmax state for each head that is merged last, or 0
+    "sinks",  # ATTEND, MERGE: address of a softmax state for each head that is merged last, or 0
     "q_norm",  # HEADS: address of the norm's weights, or 0
     "k_norm",
     "late_norms",  # HEADS: 1: behind the rotation
@@ -141,7 +141,8 @@ OPERATION = _record(
     "kv_scale_bytes",  # of their scales; 0: there are none
     "window",  # ATTEND: positions a row sees, itself included; below 0: those from the last multiple of it on; 0: all
     "share",  # values of a share of work, where a row is shared; GIVE: stretches of a row
-    "gate",  # MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none; NORM_GATED
+    "gate",  # ATTEND, MERGE: bytes in a row of qkv where the gates of what attention gives start, 0: there are none;
+    # NORM_GATED
     "state_offset",  # CONVOLVE, DELTA, MIX, SCAN: bytes of this layer's state from the start of a slot
     "given_offset",  # GATE_GIVEN: bytes of this layer's stretch
     "skip",  # SCAN: address of a factor for each head, with which a value is added to what the state gives

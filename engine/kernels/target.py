@@ -32,6 +32,8 @@ class Target:
     """Whether many rows meet weights unpacked into a panel (`panel.py`), which wants 32 wide registers."""
     query_tiles: tuple[int, ...]
     """Queries that share a pass over keys or values."""
+    exponentials: int
+    """Vectors whose exponentials are made side by side, since one is a long chain."""
 
     @property
     def signed_bytes(self) -> bool:
@@ -41,7 +43,7 @@ class Target:
 
 def neon(triple: str, cpu: str, features: str) -> Target:
     """An arm64 CPU with the dot product (FEAT_DotProd, Armv8.2)."""
-    return Target("neon", "NEON dot product", triple, cpu, features, "sdot", (4, 2, 1), False, (2, 1))
+    return Target("neon", "NEON dot product", triple, cpu, features, "sdot", (4, 2, 1), False, (2, 1), 2)
 
 
 def detect() -> Target:
@@ -60,13 +62,15 @@ def detect() -> Target:
             # Wide registers even where LLVM's tuning for the CPU would split 512-bit vectors.
             features = has.flatten() + ",-prefer-256-bit"
             found["avx512"] = Target(
-                "avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), True, (6, 3, 2, 1)
+                "avx512", "AVX-512 VNNI", triple, cpu, features, "vnni", (8, 4, 3, 2, 1), True, (6, 3, 2, 1), 8
             )
         if all(has.get(f) for f in ("avx2", "fma", "f16c")):
             features = ",".join(
                 f"{'-' if f.startswith('avx512') or f == 'avxvnni' else '+'}{f}" for f in sorted(has) if has[f]
             )
-            found["avx2"] = Target("avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), False, (2, 1))
+            found["avx2"] = Target(
+                "avx2", "AVX2", triple, "x86-64-v3", features, "maddubs", (4, 2, 1), False, (2, 1), 2
+            )
     elif triple.startswith(("aarch64", "arm64")) and has.get("dotprod", triple.startswith("arm64-apple")):
         found["neon"] = neon(triple, cpu, has.flatten())
     if not found:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from engine.kernels.attention import BLOCK, PART, STATE
-from engine.kernels.plan import (
-    QUERY_TILE,
-    SPLIT_ROWS,
-)
+from engine.kernels.plan import LEAST_QUERIES, QUERY_TILE, SPLIT_ROWS
 from engine.kernels.program import Stored
 from engine.kernels.walk.instructions import (
     Record,
@@ -23,8 +20,7 @@ from engine.kernels.walk.instructions import (
     fix_weights,
     gate_vector,
     int32_at,
-    int64_at,
-    merge_state,
+    merge_states,
     norm_vector,
     put_int32,
     put_int64,
@@ -171,11 +167,27 @@ def first_seen(position: int, window: int) -> int:
 
 
 @compiled
-def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, split: int) -> None:
+def first_seeing(c: Record, r: int, end: int, start: int) -> int:
+    """First of the rows r..end of a conversation, whose positions ascend, that sees something from `start` on."""
+    while r < end and int32_at(c.positions + 4 * r) < start:
+        r += 1
+    return r
+
+
+@compiled
+def last_seeing(c: Record, r: int, end: int, stop: int, window: int) -> int:
+    """Behind the last of the rows r..end that sees something before `stop`."""
+    while r < end and first_seen(int32_at(c.positions + 4 * (end - 1)), window) >= stop:
+        end -= 1
+    return end
+
+
+@compiled
+def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, own: int, strip: int) -> None:
     """One softmax part of rows r0..r1 (one conversation) on one KV head.
 
-    The state goes to its slot, or (not split, and not the row's first part) is merged into slot 0 at once: the same
-    formula in the same order either way.
+    The states go to their slots, or those of a strip of rows from `strip` on, if it has its `own`, to these. There, all
+    but the row's first part are merged at once: the same formula in the same order either way.
     """
     dim, window = op.head_dim, op.window
     group = c.num_heads // op.num_kv_heads
@@ -186,22 +198,22 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
     queries = spare + QUERY_TILE * state_bytes
     states = queries + QUERY_TILE * 8
     scales = states + QUERY_TILE * 8  # of a block's keys or values, and what its values are multiplied with
-    slots = c.state_slots if split else 1
+    of_weights = scales + 2 * BLOCK * 4
     start = part * PART
-    while r0 < r1 and int32_at(c.positions + 4 * r0) < start:  # rows of one conversation ascend
-        r0 += 1
-    while r0 < r1 and first_seen(int32_at(c.positions + 4 * (r1 - 1)), window) >= start + PART:
-        r1 -= 1
+    r0 = first_seeing(c, r0, r1, start)
+    r1 = last_seeing(c, r0, r1, start + PART, window)
     n = (r1 - r0) * group
     if n <= 0:
         return
+    late = last_seeing(c, r0, r1, start, window) if own else r0  # up to here rows have seen an earlier part
+    home = own + (r0 - strip) * group * state_bytes
     for i in range(n):
         r, h = r0 + i // group, head * group + i % group
-        late = not split and first_seen(int32_at(c.positions + 4 * r), window) // PART < part
-        slot = part if split else 0
         put_int64(queries + 8 * i, c.qkv + r * c.qkv_bytes + h * dim * 4)
-        place = c.states + ((r * c.num_heads + h) * slots + slot) * state_bytes
-        put_int64(states + 8 * i, spare + i * state_bytes if late else place)
+        place = home + i * state_bytes
+        if not own:
+            place = c.states + ((r * c.num_heads + h) * c.state_slots + part) * state_bytes
+        put_int64(states + 8 * i, spare + i * state_bytes if r < late else place)
     low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
     high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
     blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
@@ -210,41 +222,47 @@ def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, pa
         keys = cached(c, op, r0, first + b, 0, head)
         last = b == blocks - 1
         following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
+        a = first_seeing(c, r0, r1, start + b * BLOCK)
+        i, count = (a - r0) * group, (last_seeing(c, a, r1, start + (b + 1) * BLOCK, window) - a) * group
+        q, out = queries + 8 * i, weights + (i * PART + b * BLOCK) * 4
         if in_floats:
-            scores_floats(queries, n, as_floats(c, op, keys, head, 0, wide), weights + b * BLOCK * 4, dim, following)
+            scores_floats(q, count, as_floats(c, op, keys, head, 0, wide), out, dim, following)
         else:
             fix_keys(keys, wide, scales, dim, following)
-            scores_fixed(queries, n, wide, scales, weights + b * BLOCK * 4, dim, following)
-    for i in range(n):
-        if op.cap:
-            cap_vector(weights + (i * PART + low * BLOCK) * 4, op.cap, (blocks - low) * BLOCK)
-        position = int32_at(c.positions + 4 * (r0 + i // group))
+            scores_fixed(q, count, wide, scales, out, dim, following)
+    for r in range(r0, r1):
+        position, i = int32_at(c.positions + 4 * r), (r - r0) * group
         seen_from = max(0, first_seen(position, window) - start)
         seen_to = min(PART, position + 1 - start)
-        softmax(weights + i * PART * 4, seen_from, seen_to, blocks * BLOCK, int64_at(states + 8 * i), dim)
+        if op.cap:
+            scored = seen_from // BLOCK * BLOCK
+            for k in range(i, i + group):
+                cap_vector(weights + (k * PART + scored) * 4, op.cap, (seen_to - scored + BLOCK - 1) // BLOCK * BLOCK)
+        softmax(weights + i * PART * 4, group, seen_from, seen_to, states + 8 * i, dim)
     for b in range(low, blocks):
         values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
         following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
+        a = first_seeing(c, r0, r1, start + b * BLOCK)
+        i, count = (a - r0) * group, (last_seeing(c, a, r1, start + (b + 1) * BLOCK, window) - a) * group
+        of, row = states + 8 * i, weights + i * PART * 4
         if in_floats:
             floats = as_floats(c, op, values, head, 1, wide)
-            weigh_floats(weights + b * BLOCK * 4, n, floats, positions, states, dim, following)
+            weigh_floats(row + b * BLOCK * 4, count, floats, positions, of, dim, following)
         else:
             pairs = (positions + 1) // 2
             scale_values(values, positions, scales, scales + BLOCK * 4, dim)
-            fix_weights(weights, n, b, scales, states)
+            fix_weights(row, count, b, scales, of_weights)
             fix_values(values, scales + BLOCK * 4, wide, pairs, dim, following)
-            weigh_fixed(weights + b * BLOCK * 2, n, wide, pairs, states, dim, following)
-    for i in range(n):
-        r, h = r0 + i // group, head * group + i % group
-        place = c.states + ((r * c.num_heads + h) * slots) * state_bytes
-        if not split and int64_at(states + 8 * i) != place:
-            merge_state(place, int64_at(states + 8 * i), dim)
+            weigh_fixed(row + b * BLOCK * 2, of_weights, count, wide, pairs, of, dim, following)
+    merge_states(home, spare, (late - r0) * group, dim)
 
 
 @compiled
-def query_rows(c: Record, op: Record) -> int:
-    """Rows that share a pass over a part."""
-    return max(1, QUERY_TILE // (c.num_heads // op.num_kv_heads))
+def own_states(c: Record, op: Record, tid: int) -> int:
+    """Address of the states that a thread has for the queries of a strip, behind what `attend_part` works in."""
+    spare = 4 * QUERY_TILE * (PART + STATE + op.head_dim) + 4 * BLOCK * op.head_dim
+    address: int = c.scratch + tid * c.scratch_bytes + spare + 20 * QUERY_TILE + 8 * BLOCK
+    return address
 
 
 @compiled
@@ -254,44 +272,71 @@ def num_parts(c: Record, op: Record) -> int:
 
 
 @compiled
+def num_strips(c: Record, op: Record, rows: int) -> int:
+    """Strips of rows, of about the same height, that share passes over a part.
+
+    As few as QUERY_TILE allows, so that a block becomes integers seldom; but as many as keep the threads busy, if that
+    leaves a strip LEAST_QUERIES, and the same number for each thread where strips are long.
+    """
+    group = c.num_heads // op.num_kv_heads
+    most, least = max(1, QUERY_TILE // group), max(1, LEAST_QUERIES // group)
+    each = op.num_kv_heads * (num_parts(c, op) if rows <= SPLIT_ROWS else 1)
+    strips = min((rows + least - 1) // least, (2 * c.num_threads + each - 1) // each)
+    strips = max(strips, (rows + most - 1) // most)
+    while rows > SPLIT_ROWS and strips < rows and strips * each % c.num_threads:
+        strips += 1
+    return strips
+
+
+@compiled
 def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) -> None:
     """One item: (strip of rows, KV head) and, for few rows, part. The longest come first."""
-    split, tall, parts = rows <= SPLIT_ROWS, query_rows(c, op), num_parts(c, op)
+    split, parts = rows <= SPLIT_ROWS, num_parts(c, op)
     share = parts if split else 1
-    j = items - 1 - item
+    j, strips = items - 1 - item, items // (op.num_kv_heads * share)
     strip, head = j // (op.num_kv_heads * share), j // share % op.num_kv_heads
+    begin, end = strip * rows // strips, (strip + 1) * rows // strips
+    own = 0 if split else own_states(c, op, tid)
     for part in range(j % share, j % share + 1 if split else parts):
-        r, end = strip * tall, min(rows, (strip + 1) * tall)
+        r = begin
         while r < end:
             last = r + 1
             table = int32_at(c.table_rows + 4 * r)
             while last < end and int32_at(c.table_rows + 4 * last) == table:
                 last += 1
-            attend_part(c, op, tid, head, r, last, part, split)
+            attend_part(c, op, tid, head, r, last, part, own, begin)
             r = last
+    group = c.num_heads // op.num_kv_heads
+    for i in range((end - begin) * group if own else 0):
+        finish_head(c, op, begin + i // group, head * group + i % group, own + i * (STATE + op.head_dim) * 4)
+
+
+@compiled
+def finish_head(c: Record, op: Record, r: int, h: int, state: int) -> None:
+    """The output of a head from the state of all parts."""
+    dim, out = op.head_dim, c.attention + r * c.attention_bytes + h * op.head_dim * 4
+    if op.sinks:
+        merge_states(state, op.sinks + h * (STATE + dim) * 4, 1, dim)
+    finish_state(state, out, dim)
+    if op.gate:
+        gate_vector(out, c.qkv + r * c.qkv_bytes + op.gate + h * dim * 4, dim)
 
 
 @compiled
 def merge(c: Record, op: Record, rows: int, start: int, end: int) -> None:
-    """Merge the parts in ascending order, divide by the sum, quantize for the output matrix."""
+    """Quantize for the output matrix; for few rows, merge the parts in ascending order and divide by the sum before."""
     act = activation_at(c.activations, op.activation)
     dim, split = op.head_dim, rows <= SPLIT_ROWS
-    state_bytes, slots = (STATE + dim) * 4, c.state_slots if split else 1
+    state_bytes = (STATE + dim) * 4
     per_row = act.num_values // op.share
     for i in range(start, end):
         r, u = i // per_row, i % per_row
-        position, out = int32_at(c.positions + 4 * r), c.attention + r * c.attention_bytes
-        for h in range(u * op.share // dim, (u + 1) * op.share // dim):
-            state = c.states + (r * c.num_heads + h) * slots * state_bytes
-            if split:
-                first = first_seen(position, op.window) // PART
-                state += first * state_bytes
-                for part in range(1, position // PART + 1 - first):
-                    merge_state(state, state + part * state_bytes, dim)
-            if op.sinks:
-                merge_state(state, op.sinks + h * state_bytes, dim)
-            finish_state(state, out + h * dim * 4, dim)
-            if op.gate:
-                gate_vector(out + h * dim * 4, c.qkv + r * c.qkv_bytes + op.gate + h * dim * 4, dim)
+        position = int32_at(c.positions + 4 * r)
+        for h in range(u * op.share // dim, (u + 1) * op.share // dim if split else 0):
+            first = first_seen(position, op.window) // PART
+            state = c.states + ((r * c.num_heads + h) * c.state_slots + first) * state_bytes
+            for part in range(1, position // PART + 1 - first):
+                merge_states(state, state + part * state_bytes, 1, dim)
+            finish_head(c, op, r, h, state)
         count = op.share // act.unit
-        activate_plain(act, r, out, 0, 0, u * count, count)
+        activate_plain(act, r, c.attention + r * c.attention_bytes, 0, 0, u * count, count)

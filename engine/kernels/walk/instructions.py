@@ -167,5 +167,5 @@ delta, norm_gated, gate_vector = _kernel("delta", 7), _kernel("norm_gated", 6), 
 scores_floats, weigh_floats, softmax = _kernel("scores_floats", 6), _kernel("weigh_floats", 7), _kernel("softmax", 6)
 fix_query, fix_keys, scores_fixed = _kernel("fix_query", 2), _kernel("fix_keys", 5), _kernel("scores_fixed", 7)
 scale_values, fix_weights = _kernel("scale_values", 5), _kernel("fix_weights", 5)
-fix_values, weigh_fixed = _kernel("fix_values", 6), _kernel("weigh_fixed", 7)
-merge_state, finish_state = _kernel("merge", 3), _kernel("finish", 3)
+fix_values, weigh_fixed = _kernel("fix_values", 6), _kernel("weigh_fixed", 8)
+merge_states, finish_state = _kernel("merge", 4), _kernel("finish", 3)

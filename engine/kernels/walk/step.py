@@ -22,7 +22,7 @@ from engine.kernels.plan import (
 )
 from engine.kernels.program import Op
 from engine.kernels.target import Target
-from engine.kernels.walk.attention import attend, heads, keep, merge, num_parts, query_rows
+from engine.kernels.walk.attention import attend, heads, keep, merge, num_parts, num_strips
 from engine.kernels.walk.experts import (
     add_shared,
     ask_for_experts,
@@ -96,8 +96,7 @@ def num_units(c: Record, op: Record, rows: int) -> int:
         return rows * (c.num_heads + op.stored_heads)
     if code == Op.ATTEND:
         share = num_parts(c, op) if rows <= SPLIT_ROWS else 1
-        tall = query_rows(c, op)
-        return (rows + tall - 1) // tall * op.num_kv_heads * share
+        return num_strips(c, op, rows) * op.num_kv_heads * share
     if code == Op.MERGE:
         return rows * (activation_at(c.activations, op.activation).num_values // op.share)
     if code == Op.GATED or code == Op.LONE:
