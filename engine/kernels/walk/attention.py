@@ -183,86 +183,112 @@ def last_seeing(c: Record, r: int, end: int, stop: int, window: int) -> int:
 
 
 @compiled
-def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, own: int, strip: int) -> None:
-    """One softmax part of rows r0..r1 (one conversation) on one KV head.
+def places(c: Record, op: Record, tid: int) -> tuple[int, int, int, int, int, int]:
+    """Where a thread has its scores, numbers of a block made ready, scales, addresses of queries and of states, states.
 
-    The states go to their slots, or those of a strip of rows from `strip` on, if it has its `own`, to these. There, all
-    but the row's first part are merged at once: the same formula in the same order either way.
+    Of scales there are those of a block's keys or values, what its values are multiplied with, and those of weights.
+    There are as many states again, for the parts that follow the first.
     """
-    dim, window = op.head_dim, op.window
-    group = c.num_heads // op.num_kv_heads
-    state_bytes = (STATE + dim) * 4
-    weights = c.scratch + tid * c.scratch_bytes
-    wide = weights + 4 * QUERY_TILE * PART
-    spare = wide + 4 * BLOCK * dim
-    queries = spare + QUERY_TILE * state_bytes
-    states = queries + QUERY_TILE * 8
-    scales = states + QUERY_TILE * 8  # of a block's keys or values, and what its values are multiplied with
-    of_weights = scales + 2 * BLOCK * 4
-    start = part * PART
-    r0 = first_seeing(c, r0, r1, start)
-    r1 = last_seeing(c, r0, r1, start + PART, window)
-    n = (r1 - r0) * group
-    if n <= 0:
-        return
-    late = last_seeing(c, r0, r1, start, window) if own else r0  # up to here rows have seen an earlier part
-    home = own + (r0 - strip) * group * state_bytes
-    for i in range(n):
-        r, h = r0 + i // group, head * group + i % group
-        put_int64(queries + 8 * i, c.qkv + r * c.qkv_bytes + h * dim * 4)
-        place = home + i * state_bytes
-        if not own:
-            place = c.states + ((r * c.num_heads + h) * c.state_slots + part) * state_bytes
-        put_int64(states + 8 * i, spare + i * state_bytes if r < late else place)
-    low = max(0, first_seen(int32_at(c.positions + 4 * r0), window) - start) // BLOCK
-    high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
-    blocks, first = (high + BLOCK - 1) // BLOCK, start // BLOCK
-    in_floats = c.kv_stored != Stored.F16
-    for b in range(low, blocks):
-        keys = cached(c, op, r0, first + b, 0, head)
-        last = b == blocks - 1
-        following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
-        a = first_seeing(c, r0, r1, start + b * BLOCK)
-        i, count = (a - r0) * group, (last_seeing(c, a, r1, start + (b + 1) * BLOCK, window) - a) * group
-        q, out = queries + 8 * i, weights + (i * PART + b * BLOCK) * 4
-        if in_floats:
-            scores_floats(q, count, as_floats(c, op, keys, head, 0, wide), out, dim, following)
-        else:
-            fix_keys(keys, wide, scales, dim, following)
-            scores_fixed(q, count, wide, scales, out, dim, following)
-    for r in range(r0, r1):
-        position, i = int32_at(c.positions + 4 * r), (r - r0) * group
-        seen_from = max(0, first_seen(position, window) - start)
-        seen_to = min(PART, position + 1 - start)
-        if op.cap:
-            scored = seen_from // BLOCK * BLOCK
-            for k in range(i, i + group):
-                cap_vector(weights + (k * PART + scored) * 4, op.cap, (seen_to - scored + BLOCK - 1) // BLOCK * BLOCK)
-        softmax(weights + i * PART * 4, group, seen_from, seen_to, states + 8 * i, dim)
-    for b in range(low, blocks):
-        values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
-        following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
-        a = first_seeing(c, r0, r1, start + b * BLOCK)
-        i, count = (a - r0) * group, (last_seeing(c, a, r1, start + (b + 1) * BLOCK, window) - a) * group
-        of, row = states + 8 * i, weights + i * PART * 4
-        if in_floats:
-            floats = as_floats(c, op, values, head, 1, wide)
-            weigh_floats(row + b * BLOCK * 4, count, floats, positions, of, dim, following)
-        else:
-            pairs = (positions + 1) // 2
-            scale_values(values, positions, scales, scales + BLOCK * 4, dim)
-            fix_weights(row, count, b, scales, of_weights)
-            fix_values(values, scales + BLOCK * 4, wide, pairs, dim, following)
-            weigh_fixed(row + b * BLOCK * 2, of_weights, count, wide, pairs, of, dim, following)
-    merge_states(home, spare, (late - r0) * group, dim)
+    scores = c.scratch + tid * c.scratch_bytes
+    wide = scores + 4 * QUERY_TILE * PART
+    scales = wide + 4 * BLOCK * op.head_dim
+    queries = scales + 8 * BLOCK + 4 * QUERY_TILE
+    return scores, wide, scales, queries, queries + 8 * QUERY_TILE, queries + 16 * QUERY_TILE
 
 
 @compiled
-def own_states(c: Record, op: Record, tid: int) -> int:
-    """Address of the states that a thread has for the queries of a strip, behind what `attend_part` works in."""
-    spare = 4 * QUERY_TILE * (PART + STATE + op.head_dim) + 4 * BLOCK * op.head_dim
-    address: int = c.scratch + tid * c.scratch_bytes + spare + 20 * QUERY_TILE + 8 * BLOCK
-    return address
+def seen_blocks(c: Record, op: Record, r0: int, r1: int, start: int) -> tuple[int, int, int]:
+    """Of the part from `start` on, what rows see: first block, the one behind the last, positions up to there."""
+    low = max(0, first_seen(int32_at(c.positions + 4 * r0), op.window) - start) // BLOCK
+    high = min(PART, int32_at(c.positions + 4 * (r1 - 1)) + 1 - start)
+    return low, (high + BLOCK - 1) // BLOCK, high
+
+
+@compiled
+def seeing(c: Record, op: Record, r0: int, r1: int, start: int) -> tuple[int, int]:
+    """Of the queries of rows r0..r1, those that see something of the block from `start` on: the first, how many."""
+    group = c.num_heads // op.num_kv_heads
+    a = first_seeing(c, r0, r1, start)
+    return (a - r0) * group, (last_seeing(c, a, r1, start + BLOCK, op.window) - a) * group
+
+
+@compiled
+def score_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int) -> None:
+    """Scores of rows r0..r1, a block of keys at a time, then their softmax."""
+    scores, wide, scales, queries, states, _ = places(c, op, tid)
+    start, first, group = part * PART, part * PART // BLOCK, c.num_heads // op.num_kv_heads
+    low, blocks, _ = seen_blocks(c, op, r0, r1, start)
+    for b in range(low, blocks):
+        keys, last = cached(c, op, r0, first + b, 0, head), b == blocks - 1
+        following = cached(c, op, r0, first + (low if last else b + 1), 1 if last else 0, head)
+        i, n = seeing(c, op, r0, r1, start + b * BLOCK)
+        q, out = queries + 8 * i, scores + (i * PART + b * BLOCK) * 4
+        if c.kv_stored != Stored.F16:
+            scores_floats(q, n, as_floats(c, op, keys, head, 0, wide), out, op.head_dim, following)
+        else:
+            fix_keys(keys, wide, scales, op.head_dim, following)
+            scores_fixed(q, n, wide, scales, out, op.head_dim, following)
+    for r in range(r0, r1):
+        position, i = int32_at(c.positions + 4 * r), (r - r0) * group
+        seen_from, seen_to = max(0, first_seen(position, op.window) - start), min(PART, position + 1 - start)
+        if op.cap:
+            b = seen_from // BLOCK
+            n = (seen_to + BLOCK - 1) // BLOCK - b
+            for k in range(i, i + group):
+                cap_vector(scores + (k * PART + b * BLOCK) * 4, op.cap, n * BLOCK)
+        softmax(scores + i * PART * 4, group, seen_from, seen_to, states + 8 * i, op.head_dim)
+
+
+@compiled
+def weigh_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int) -> None:
+    """Values of a part times the weights of rows r0..r1 into their states, a block at a time."""
+    weights, wide, scales, _, states, _ = places(c, op, tid)
+    factors, of_weights, dim = scales + 4 * BLOCK, scales + 8 * BLOCK, op.head_dim
+    start, first = part * PART, part * PART // BLOCK
+    low, blocks, high = seen_blocks(c, op, r0, r1, start)
+    for b in range(low, blocks):
+        values, positions = cached(c, op, r0, first + b, 1, head), min(BLOCK, high - b * BLOCK)
+        following = cached(c, op, r0, first + min(b + 1, blocks - 1), 1, head)
+        i, n = seeing(c, op, r0, r1, start + b * BLOCK)
+        into, row = states + 8 * i, weights + i * PART * 4
+        if c.kv_stored != Stored.F16:
+            floats = as_floats(c, op, values, head, 1, wide)
+            weigh_floats(row + b * BLOCK * 4, n, floats, positions, into, dim, following)
+        else:
+            pairs = (positions + 1) // 2
+            scale_values(values, positions, scales, factors, dim)
+            fix_weights(row, n, b, scales, of_weights)
+            fix_values(values, factors, wide, pairs, dim, following)
+            weigh_fixed(row + b * BLOCK * 2, of_weights, n, wide, pairs, into, dim, following)
+
+
+@compiled
+def attend_part(c: Record, op: Record, tid: int, head: int, r0: int, r1: int, part: int, strip: int) -> None:
+    """One softmax part of rows r0..r1 (one conversation) on one KV head.
+
+    States go to the slots of the part (strip < 0), or where all parts of a strip of rows are one thread's, to its own
+    states, those of row `strip` first. There, all but a row's first part are merged at once: the same formula in the
+    same order either way.
+    """
+    group, state_bytes = c.num_heads // op.num_kv_heads, (STATE + op.head_dim) * 4
+    start, split = part * PART, strip < 0
+    r0 = first_seeing(c, r0, r1, start)
+    r1 = last_seeing(c, r0, r1, start + PART, op.window)
+    if r0 >= r1:
+        return
+    _, _, _, queries, states, mine = places(c, op, tid)
+    spare, mine = mine + QUERY_TILE * state_bytes, mine + (r0 - strip) * group * state_bytes
+    late = r0 if split else last_seeing(c, r0, r1, start, op.window)  # up to here rows have seen an earlier part
+    for i in range((r1 - r0) * group):
+        r, h = r0 + i // group, head * group + i % group
+        put_int64(queries + 8 * i, c.qkv + r * c.qkv_bytes + h * op.head_dim * 4)
+        place = c.states + ((r * c.num_heads + h) * c.state_slots + part) * state_bytes
+        if not split:
+            place = (spare if r < late else mine) + i * state_bytes
+        put_int64(states + 8 * i, place)
+    score_part(c, op, tid, head, r0, r1, part)
+    weigh_part(c, op, tid, head, r0, r1, part)
+    merge_states(mine, spare, (late - r0) * group, op.head_dim)
 
 
 @compiled
@@ -296,7 +322,6 @@ def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) ->
     j, strips = items - 1 - item, items // (op.num_kv_heads * share)
     strip, head = j // (op.num_kv_heads * share), j // share % op.num_kv_heads
     begin, end = strip * rows // strips, (strip + 1) * rows // strips
-    own = 0 if split else own_states(c, op, tid)
     for part in range(j % share, j % share + 1 if split else parts):
         r = begin
         while r < end:
@@ -304,11 +329,11 @@ def attend(c: Record, op: Record, tid: int, rows: int, item: int, items: int) ->
             table = int32_at(c.table_rows + 4 * r)
             while last < end and int32_at(c.table_rows + 4 * last) == table:
                 last += 1
-            attend_part(c, op, tid, head, r, last, part, own, begin)
+            attend_part(c, op, tid, head, r, last, part, -1 if split else begin)
             r = last
-    group = c.num_heads // op.num_kv_heads
-    for i in range((end - begin) * group if own else 0):
-        finish_head(c, op, begin + i // group, head * group + i % group, own + i * (STATE + op.head_dim) * 4)
+    group, states = c.num_heads // op.num_kv_heads, places(c, op, tid)[5]
+    for i in range(0 if split else (end - begin) * group):
+        finish_head(c, op, begin + i // group, head * group + i % group, states + i * (STATE + op.head_dim) * 4)
 
 
 @compiled
