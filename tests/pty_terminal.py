@@ -61,7 +61,12 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.close(force=True)
+        """Whatever a test wants to see of the program's end, it has waited for."""
+        if self.process.isalive():
+            self.process.kill(signal.SIGKILL)
+            self.process.wait()
+        self.process.ptyproc.delayafterclose = 0
+        self.process.close()
 
     def send(self, text: str) -> None:
         self.process.send(text)
