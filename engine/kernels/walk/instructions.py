@@ -42,7 +42,7 @@ def _instruction(num_args: int, returns: Any, emit: Callable[..., Any]) -> Any:
     return intrinsic(typed)
 
 
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_I1, _I8, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 _POINTER = ir.PointerType()
 
 
@@ -134,6 +134,11 @@ see_resident = _instruction(
         _declare(b, "mincore", _I32, [_POINTER, _I64, _POINTER]),
         [b.inttoptr(address, _POINTER), _I64(1), b.inttoptr(seen, _POINTER)],
     ),
+)
+lowest_bit = _instruction(1, N, lambda b, x: b.call(_declare(b, "llvm.cttz.i64", _I64, [_I64, _I1]), [x, _I1(1)]))
+"""Number of the lowest bit that is set; one must be."""
+highest_bit = _instruction(
+    1, N, lambda b, x: b.sub(_I64(63), b.call(_declare(b, "llvm.ctlz.i64", _I64, [_I64, _I1]), [x, _I1(1)]))
 )
 call4 = _instruction(5, types.void, _call_address)
 call10 = _instruction(11, types.void, _call_address)

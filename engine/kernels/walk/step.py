@@ -43,6 +43,9 @@ from engine.kernels.walk.instructions import (
     atomic_load,
     compiled,
     context_at,
+    highest_bit,
+    int64_at,
+    lowest_bit,
     nap,
     norm_vector,
     operation_at,
@@ -75,6 +78,8 @@ from engine.kernels.walk.running_state import (
     unit_rows,
 )
 
+OWN_PIECES = 2
+"""Pieces side by side for each thread."""
 SPINS = 20_000
 """Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
 PATIENCE = 400_000
@@ -135,8 +140,24 @@ def num_units(c: Record, op: Record, rows: int) -> int:
 
 
 @compiled
+def is_stream(op: Record, rows: int) -> bool:
+    """Whether reading weights from memory is most of an operation."""
+    return rows <= FEW_ROWS and (op.code == Op.MATMUL or op.code == Op.GATED)
+
+
+@compiled
+def num_own(c: Record, op: Record, rows: int, units: int) -> int:
+    """Pieces that lie side by side for each thread; 0: pieces are for whoever comes first."""
+    own = min(OWN_PIECES, 32 // c.num_threads)
+    return own if is_stream(op, rows) and own * c.num_threads <= units else 0
+
+
+@compiled
 def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     """Into how many pieces it is cut: enough that threads end together, not so many that claiming them shows."""
+    own = num_own(c, op, rows, units)
+    if own > 0:
+        return own * c.num_threads
     if op.code == Op.ATTEND or op.code == Op.LONE or op.code == Op.EXPERTS_GATED:
         return units
     if op.code == Op.GATED and rows > FEW_ROWS:
@@ -225,15 +246,22 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
 # is over, what it ran on may already be the next one's. As long as a piece is not done the step is not over, so a claim
 # that succeeds is always of the step that runs, and from then on rows and units are those of that step.
 @compiled
-def claim(counter: int, generation: int) -> int:
-    """Take a piece: how many were left, this one included; 0: none."""
+def claim(counter: int, generation: int, tid: int) -> int:
+    """Take a piece: its number, or -1 if none is left. A thread's own pieces first, then the last of the others'."""
     while True:
         seen = atomic_load(counter)
         left = seen & 0xFFFFFFFF
         if seen >> 32 != generation or left == 0:
-            return 0
-        if swap_if(counter, seen, seen - 1):
-            return left
+            return -1
+        own, pieces = int64_at(counter + 16), int64_at(counter + 24)
+        if own == 0:
+            if swap_if(counter, seen, seen - 1):
+                return pieces - left
+            continue
+        mine = (left >> (tid * own)) & ((1 << own) - 1)
+        piece = tid * own + lowest_bit(mine) if mine else highest_bit(left)
+        if swap_if(counter, seen, seen - (1 << piece)):
+            return piece
 
 
 @compiled
@@ -266,15 +294,14 @@ def work(c: Record, tid: int, generation: int) -> None:
     """One thread's part of one step."""
     for i in range(c.num_operations):
         op, counter = operation_at(c.operations, i), c.counters + i * LINE
-        left = claim(counter, generation)
-        if left > 0:
-            rows = num_op_rows(c, op)
+        piece = claim(counter, generation, tid)
+        if piece >= 0:
+            rows, pieces = num_op_rows(c, op), int64_at(counter + 24)
             units = num_units(c, op, rows)
-            pieces = num_pieces(c, op, rows, units)
-            while left > 0:
-                run(c, op, tid, rows, units, pieces - left, pieces)
+            while piece >= 0:
+                run(c, op, tid, rows, units, piece, pieces)
                 atomic_add(counter + 8, -1)
-                left = claim(counter, generation)
+                piece = claim(counter, generation, tid)
         if not all_done(counter, generation):
             return
 
@@ -291,9 +318,14 @@ def step(address: int, tid: int, seen: int) -> int:
         for i in range(c.num_operations):
             op = operation_at(c.operations, i)
             rows = num_op_rows(c, op)
-            pieces = num_pieces(c, op, rows, num_units(c, op, rows)) if rows > 0 else 0
-            put_int64(c.counters + i * LINE + 8, pieces)
-            put_int64(c.counters + i * LINE, (generation << 32) + pieces)
+            units = num_units(c, op, rows) if rows > 0 else 0
+            own = num_own(c, op, rows, units) if rows > 0 else 0
+            pieces = num_pieces(c, op, rows, units) if rows > 0 else 0
+            counter = c.counters + i * LINE
+            put_int64(counter + 8, pieces)
+            put_int64(counter + 16, own)
+            put_int64(counter + 24, pieces)
+            put_int64(counter, (generation << 32) + ((1 << pieces) - 1 if own > 0 else pieces))
         atomic_add(c.generation, 1)
         work(c, 0, generation)
         return generation
