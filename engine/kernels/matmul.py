@@ -41,11 +41,12 @@ from engine.kernels.plan import L2_BYTES
 from engine.kernels.target import Target
 from engine.quant import TensorType
 
-PREFETCH_BYTES = 8192
-"""How far ahead of the weight stream tiles prefetch, rounded up to whole blocks. 4 and 12 KB are slower."""
-AGAIN_BYTES = 4096
-"""So far ahead a single row asks once more: what a core is asked for while all its places for lines on their way are
-taken seems to be lost. Two threads read Q6_K at 95 % of the bandwidth instead of 84, Q4_K as before."""
+ONCE_BYTES, TWICE_BYTES = (6144,), (8192, 4096)
+"""How far ahead of the weight stream a single row asks for each line, once or, in formats that `asks_twice`, twice; the
+first is rounded up to whole blocks. Asked once where memory gives 80 GB/s, two threads read Q4_K at 95 % of it with
+6 KB, at 92 with 8 and at 86 with 16."""
+PREFETCH_BYTES = max(TWICE_BYTES)
+"""No tile prefetches further ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ class Tile:
     @property
     def bias(self) -> int:
         return 0 if self.signed else self.fmt.bias
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Bytes ahead at which lines are asked for."""
+        return TWICE_BYTES if self.fmt.asks_twice else ONCE_BYTES
 
     def emit(
         self, b: KernelBuilder, group: Value, group_bytes: Value, rows: Sequence[Value], blocks: Value, fetch: bool
@@ -91,8 +97,8 @@ class Tile:
     def _ahead(
         self, b: KernelBuilder, group: Value, group_bytes: Value, blocks: Value, s: Value
     ) -> tuple[Value, Value]:
-        """Words and meta of the block PREFETCH_BYTES ahead, in a later group where this one ends before."""
-        num_ahead = I64(-(-PREFETCH_BYTES // self.fmt.words_bytes))
+        """Words and meta of the block that is asked for, in a later group where this one ends before."""
+        num_ahead = I64(-(-self.ahead[0] // self.fmt.words_bytes))
         groups, rest = b.sdiv(num_ahead, blocks), b.add(s, b.srem(num_ahead, blocks))
         beyond = b.icmp_signed(">=", rest, blocks)
         groups = b.select(beyond, b.add(groups, I64(1)), groups)
@@ -141,7 +147,8 @@ class Tile:
         """What one row reads is not read again soon."""
         b.prefetch(line, stays=len(rows) > 1)
         if len(rows) == 1:
-            b.prefetch(b.at(line, AGAIN_BYTES - PREFETCH_BYTES), stays=False)
+            for again in self.ahead[1:]:
+                b.prefetch(b.at(line, again - self.ahead[0]), stays=False)
 
     def _start(self, b: KernelBuilder, a: Value, blocks: Value, s: Value) -> Value:
         """Where a block's sum begins: for a simple format at -bias * the sum of its activations."""
@@ -190,7 +197,7 @@ class Tile:
         with b.loop(b.times(blocks, fmt.span // 2)) as pair:
             at = b.at(group, b.times(pair, 2 * size))
             for line in range(0, 2 * size if fetch else 0, 64):
-                self._prefetch(b, b.at(at, PREFETCH_BYTES + line), rows)
+                self._prefetch(b, b.at(at, self.ahead[0] + line), rows)
             for parity in (0, 1):
                 weights = float_weights(b, fmt.type, at, parity * size)
                 for a, slots in zip(rows, halves, strict=True):

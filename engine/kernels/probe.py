@@ -10,11 +10,12 @@ from llvmlite import ir
 
 from engine.kernels.dot import dot4
 from engine.kernels.ir import I32, I64, VB, VF, VI, Kernel, KernelBuilder, Value, emit_module, fill
-from engine.kernels.matmul import PREFETCH_BYTES
 from engine.kernels.target import Target
 
 READ_BYTES = 1024
 """What `read_stream` takes at a time: its length must be a multiple of it."""
+PREFETCH_BYTES = 8192
+"""How far ahead it asks for lines."""
 CHAINS = {"vnni": 12, "maddubs": 4, "sdot": 3}
 """Independent sums for each kind of dot product: enough to hide the latency of an instruction, few enough that sums and
 operands stay in registers."""

@@ -243,5 +243,5 @@ CONTEXT = _record(
     # the threads
     "num_threads",
     "generation",  # address of a counter: steps started
-    "counters",  # one cache line for each operation: pieces claimed, pieces done
+    "counters",  # one cache line for each operation (`walk/step.py`, `claim`)
 )

@@ -140,6 +140,7 @@ lowest_bit = _instruction(1, N, lambda b, x: b.call(_declare(b, "llvm.cttz.i64",
 highest_bit = _instruction(
     1, N, lambda b, x: b.sub(_I64(63), b.call(_declare(b, "llvm.ctlz.i64", _I64, [_I64, _I1]), [x, _I1(1)]))
 )
+"""Number of the highest bit that is set; one must be."""
 call4 = _instruction(5, types.void, _call_address)
 call10 = _instruction(11, types.void, _call_address)
 

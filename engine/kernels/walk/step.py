@@ -79,7 +79,10 @@ from engine.kernels.walk.running_state import (
 )
 
 OWN_PIECES = 2
-"""Pieces side by side for each thread."""
+"""Of a thread, side by side, where weights are read from memory: so each reads one stream, and not every second piece
+of one, whose first lines nobody has asked for. With eight, threads end no more together."""
+MOST_BITS = 32
+"""Pieces that fit a counter as bits."""
 SPINS = 20_000
 """Looks at an operation's last pieces before a thread naps: some 0.1 ms, more than any piece of a decode step takes."""
 PATIENCE = 400_000
@@ -147,8 +150,9 @@ def is_stream(op: Record, rows: int) -> bool:
 
 @compiled
 def num_own(c: Record, op: Record, rows: int, units: int) -> int:
-    """Pieces that lie side by side for each thread; 0: pieces are for whoever comes first."""
-    own = min(OWN_PIECES, 32 // c.num_threads)
+    """Pieces of each thread's own; 0: all are for whoever comes first."""
+    # Some 256 groups each, so that the output head, which is long, ends evenly too.
+    own = min(max(OWN_PIECES, units // (256 * c.num_threads)), MOST_BITS // c.num_threads)
     return own if is_stream(op, rows) and own * c.num_threads <= units else 0
 
 
@@ -166,7 +170,6 @@ def num_pieces(c: Record, op: Record, rows: int, units: int) -> int:
     if op.code == Op.GATED:
         return min(units, 2 * c.num_threads)
     if op.code == Op.MATMUL or op.code == Op.EXPERTS_DOWN:
-        # At most 256 groups each, so that the output head, which is long, ends evenly too.
         return min(units, max(2 * c.num_threads, (units + 255) // 256))
     return min(units, c.num_threads if rows == 1 else 2 * c.num_threads)
 
@@ -240,11 +243,13 @@ def run(c: Record, op: Record, tid: int, rows: int, units: int, piece: int, piec
         gate_given(c, op, start, end)
 
 
-# The counter of an operation: a word with the number of the step (upper half) and of the pieces nobody has claimed, and
-# a word with the number of pieces that are not done. Thread 0 sets both before a step. A thread that has fallen behind
-# finds another step's number there, or nothing left, and stops. It must know that from the counter alone: once a step
-# is over, what it ran on may already be the next one's. As long as a piece is not done the step is not over, so a claim
-# that succeeds is always of the step that runs, and from then on rows and units are those of that step.
+# The counter of an operation: a word with the number of the step (upper half) and the pieces nobody has claimed, the
+# number of pieces that are not done, how many pieces each thread has of its own, and the number of all pieces. Where
+# threads have pieces of their own, the unclaimed ones are bits, else a count. Thread 0 sets all before a step. A thread
+# that has fallen behind finds another step's number there, or nothing left, and stops. It must know that from the
+# counter alone: once a step is over, what it ran on may already be the next one's. As long as a piece is not done the
+# step is not over, so a claim that succeeds is always of the step that runs, what was read between is that step's, and
+# from then on so are rows and units.
 @compiled
 def claim(counter: int, generation: int, tid: int) -> int:
     """Take a piece: its number, or -1 if none is left. A thread's own pieces first, then the last of the others'."""
