@@ -198,7 +198,8 @@ def test_closing_cancels_a_request_that_runs_in_another_thread() -> None:
     engine._model.seconds_per_row = 0.01
     replies: list[Reply] = []
     running = in_thread(lambda: replies.append(reply_of(engine.generate(raw(max_tokens=500)))))
-    time.sleep(0.3)
+    while not engine._model.rows_per_step:
+        time.sleep(0.001)
     engine.close()
     running.join(5)
     assert not running.is_alive()
@@ -219,7 +220,8 @@ def test_closing_tells_requests_that_still_wait() -> None:
             errors.append(error)
 
     waiting = in_thread(wait)
-    waiting.join(0.1)
+    while not engine._scheduler._waiting:
+        time.sleep(0.001)
     engine.close()
     waiting.join(5)
     assert "the engine is closed" in str(errors[0])

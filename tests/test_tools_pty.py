@@ -122,7 +122,7 @@ def test_no_asks_for_a_reason_and_other_words_ask_again(start: Start, project: P
 
 
 def test_what_was_typed_before_the_question_is_no_answer(start: Start, project: Path) -> None:
-    slow = {**WRITE, "pieces": ["I begin.\n\n", "And ", "write ", "now. "], "delay": 0.6}
+    slow = {**WRITE, "pieces": ["I begin.\n\n", "And ", "write ", "now. "], "delay": 0.2}
     terminal = start(slow, DONE)
     ask(terminal)
     terminal.wait("I begin.")
