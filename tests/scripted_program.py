@@ -29,6 +29,10 @@ def make_engine(settings: Settings, side: Stream, kv_folder: Path | None = None)
     return ScriptedEngine.from_json(data)
 
 
+if data.get("patience_seconds"):
+    from goinfer_chat import turn
+
+    turn.PATIENCE_SECONDS = data["patience_seconds"]  # type: ignore[misc]
 if data.get("save_seconds"):
     write = live.queries.finish
 

@@ -38,6 +38,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             shell: str | None = None,
             load_seconds: float = 0,
             save_seconds: float = 0,
+            patience_seconds: float = 0,
             env: dict[str, str] | None = None,
             **terminal: Any,
         ) -> Terminal:
@@ -47,6 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 "name": "Scripted\x1b[2J",
                 "load_seconds": load_seconds,
                 "save_seconds": save_seconds,
+                "patience_seconds": patience_seconds,
             }
             script.write_text(json.dumps(data), encoding="utf-8")
             command = [sys.executable, str(PROGRAM), str(script), *arguments]
@@ -212,12 +214,12 @@ def test_ctrl_c_during_a_save_loses_nothing(start: Start, presses: int) -> None:
 
 
 def test_ctrl_c_ends_the_program_when_the_engine_does_not_stop(start: Start) -> None:
-    terminal = start({**SLOW, "deaf": True})
+    terminal = start({**SLOW, "deaf": True}, patience_seconds=0.5)
     terminal.wait_for_prompt()
     terminal.send("go on" + ENTER)
     terminal.wait("word3 ")
     terminal.send(CTRL_C)
-    terminal.settle(2.2)
+    terminal.settle(0.6)
     terminal.send(CTRL_C)
     assert terminal.wait_for_end(5) == 130
     assert_left_as_found(terminal)
@@ -417,18 +419,22 @@ def test_no_colour_means_no_styles_at_all(start: Start) -> None:
 
 @pytest.mark.parametrize("term", ["dumb", None])
 def test_a_dumb_terminal_gets_no_sequence_at_all(start: Start, term: str | None) -> None:
-    terminal = start({**LONG_PREFILL, "prefill_chunks": 10}, term=term)
-    terminal.wait(">")
-    terminal.settle(0.3)
+    terminal = start({**LONG_PREFILL, "prefill_chunks": 3}, term=term)
+
+    def wait_for_prompt() -> None:
+        terminal.wait(lambda: terminal.lines[-1:] == [">"])
+        terminal.settle(0.05)
+
+    wait_for_prompt()
     terminal.send("hi" + ENTER)
     terminal.wait("TTFT")
-    terminal.settle(0.3)
+    wait_for_prompt()
     terminal.send("/help" + ENTER)
     terminal.wait("/params")
-    terminal.settle(0.3)
+    wait_for_prompt()
     terminal.send(CTRL_C)
     terminal.wait("Ctrl-D or /quit leaves")
-    terminal.settle(0.3)
+    wait_for_prompt()
     terminal.send(CTRL_D)
     assert terminal.wait_for_end() == 0
     assert not set(terminal.raw) & set("\x1b\x08")
