@@ -59,6 +59,13 @@ def sessions_app() -> typer.Typer:
 
         return actions.list_conversations(_folder_of(context), None, as_json=False)
 
+    _add_reading(app)
+    _add_changing(app)
+    _add_files(app)
+    return app
+
+
+def _add_reading(app: typer.Typer) -> None:
     @app.command("list")
     def list_command(
         context: typer.Context,
@@ -103,6 +110,8 @@ def sessions_app() -> typer.Typer:
 
         return actions.search(_folder_of(context), " ".join(words), within, limit, as_json=as_json)
 
+
+def _add_changing(app: typer.Typer) -> None:
     @app.command("rename")
     def rename_command(
         context: typer.Context,
@@ -145,6 +154,8 @@ def sessions_app() -> typer.Typer:
 
         return actions.fork(_folder_of(context), key, name, at)
 
+
+def _add_files(app: typer.Typer) -> None:
     @app.command("export")
     def export_command(
         context: typer.Context,
@@ -196,8 +207,6 @@ def sessions_app() -> typer.Typer:
         from goinfer_chat import session_actions as actions
 
         return actions.move_aside(_folder_of(context), yes=yes)
-
-    return app
 
 
 def _folder_of(context: typer.Context) -> Path:

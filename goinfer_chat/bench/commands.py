@@ -60,6 +60,9 @@ Spec = Annotated[
 Repeat = Annotated[int, number_flag("--repeat", "How many times to measure everything.")]
 
 
+SettingsOf = Callable[[typer.Context, Flags], Settings]
+
+
 def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.Typer:
     """The commands, with what makes an engine and the environment that settings come from."""
     app = typer.Typer(
@@ -69,6 +72,13 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
     def settings_of(context: typer.Context, flags: Flags) -> Settings:
         return resolve(given_flags(context, flags), environ)
 
+    _add_speed(app, make_engine, settings_of)
+    _add_traffic(app, make_engine, settings_of)
+    _add_several(app, make_engine, settings_of)
+    return app
+
+
+def _add_speed(app: typer.Typer, make_engine: EngineFactory, settings_of: SettingsOf) -> None:
     @app.command("speed")
     @partial(with_settings, settings=_SPEED_SETTINGS)
     def speed_command(
@@ -126,6 +136,8 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         plan = ReplayPlan(turns, tool_schemas, repeat, reuse=reuse, both=both, restart=restart)
         return _replay(settings_of(context, flags), make_engine, plan, choice)
 
+
+def _add_traffic(app: typer.Typer, make_engine: EngineFactory, settings_of: SettingsOf) -> None:
     @app.command("copy")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
     def copy_command(context: typer.Context, flags: Flags, spec: Spec = "off", repeat: Repeat = 3) -> int:
@@ -140,6 +152,8 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
         _at_least_one(repeat)
         return _traffic(settings_of(context, flags), make_engine, "chat", spec, repeat)
 
+
+def _add_several(app: typer.Typer, make_engine: EngineFactory, settings_of: SettingsOf) -> None:
     @app.command("clients")
     @partial(with_settings, settings=_TRAFFIC_SETTINGS)
     def clients_command(
@@ -182,8 +196,6 @@ def bench_app(make_engine: EngineFactory, environ: Mapping[str, str]) -> typer.T
             raise UsageError("slots must be between 1 and 32")
         load = Load(conversations=conversations, turns=turns, scale=scale)
         return _agents(settings_of(context, flags), make_engine, load, counts)
-
-    return app
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
