@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.api import Engine, Message, Reply, Request, SamplingParams
 from engine.config import ModelConfig
@@ -25,6 +25,10 @@ from goinfer_chat.modes import EngineFactory
 from goinfer_chat.settings import Settings
 from goinfer_chat.terminal import Stream
 from goinfer_chat.view.render import to_json
+
+if TYPE_CHECKING:
+    from engine.backend import Backend
+    from engine.parity import Reader
 
 POSITIONS: Final = 560
 """Read of a text: beyond the first part of 512 positions."""
@@ -118,14 +122,15 @@ def measure(settings: Settings, path: Path, make_engine: EngineFactory, side: St
             same |= _words(engine)
     with open_gguf(path) as gguf:
         ids = text[: _num_positions(gguf)]
-        rows, notices = _compare(settings, gguf, ids, same, side)
+        comparison = _Comparison(settings, gguf, ids, side)
+        comparison.run()
     return TorchCheck(
         model=info.name,
         quantization=info.quantization,
         num_positions=len(ids),
-        compared=tuple(rows),
-        notices=(*info.notices, *notices),
-        same=same,
+        compared=tuple(comparison.rows),
+        notices=(*info.notices, *comparison.notices),
+        same=same | comparison.same,
     )
 
 
@@ -134,38 +139,56 @@ def _num_positions(gguf: GGUFFile) -> int:
     return int(min(POSITIONS, max(LEAST_POSITIONS, WORK / (2 * weights))))
 
 
-def _compare(
-    settings: Settings, gguf: GGUFFile, ids: Sequence[int], same: dict[str, bool], side: Stream
-) -> tuple[list[Compared], list[str]]:
-    from engine.backend import Backend, open_backend
-    from engine.kv_cache import blocks_for
-    from engine.model import LoadOptions
-    from engine.parity import Reader, compare
+class _Comparison:
+    """Backends that read the same text."""
 
-    probes = range(EVERY - 1, len(ids), EVERY)
-    num_blocks = 2 * blocks_for(len(ids) + 64) + 1
-    rows: list[Compared] = []
+    def __init__(self, settings: Settings, gguf: GGUFFile, ids: Sequence[int], side: Stream) -> None:
+        self.rows: list[Compared] = []
+        self.notices: list[str] = []
+        self.same: dict[str, bool] = {}
+        self._settings = settings
+        self._gguf = gguf
+        self._ids = ids
+        self._probes = range(EVERY - 1, len(ids), EVERY)
+        self._side = side
 
-    @contextmanager
-    def reading(backend: Backend) -> Iterator[tuple[Any, Reader]]:
-        options = LoadOptions(
-            threads=settings.threads,
-            max_positions=min(len(ids) + 64, ModelConfig.from_gguf(gguf).train_context_size),
-            kv_type=settings.kv_type,
-            progress=lambda what, share: side.status(f"{what} ({share:.0%})" if share else what),
+    def run(self) -> None:
+        """What was chosen and the kernels, beside float32 on the CPU."""
+        chosen, exact = self._backend("torch", self._settings.device), self._backend("torch", "cpu")
+        is_exact = chosen.estimate(self._gguf, "f16") == exact.estimate(self._gguf, "f16")
+        reference = None if is_exact else self._reference(exact)
+        found = self._look(chosen, "torch", reference, in_other_steps=True)
+        try:
+            self._look(self._backend("cpu", "auto"), "cpu", found if reference is None else reference)
+        except OutOfMemoryError as error:
+            self.notices.append(str(error))
+
+    def _backend(self, name: str, device: str) -> Backend:
+        from engine.backend import open_backend
+
+        return open_backend(name, device, self._gguf, self._settings.kv_type)
+
+    def _reference(self, backend: Backend) -> Any:
+        """Its logits, or None where memory has no room for it."""
+        needed, free = backend.estimate(self._gguf, "f16")[0], backend.available_memory()
+        if free is None or needed <= free:
+            return self._look(backend, "torch", None)
+        self.notices.append(
+            f"no reference: in float32 the model needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         )
-        model = backend.load(gguf, options)
-        with closing(model):
-            yield model, Reader(model, num_blocks)
+        return None
 
-    def look(backend: Backend, kind: str, reference: Any) -> Any:
-        with reading(backend) as (model, reader):
-            side.status(f"reading with {model.kernels}")
-            found = reader.logits(ids, probes)
-            rates = reader.rates(ids)
+    def _look(self, backend: Backend, kind: str, reference: Any, *, in_other_steps: bool = False) -> Any:
+        """Logits of the probes. Adds a row, and `in_other_steps` what is the same in steps of other shapes."""
+        from engine.parity import compare
+
+        with self._reading(backend) as (model, reader):
+            self._side.status(f"reading with {model.kernels}")
+            found = reader.logits(self._ids, self._probes)
+            rates = reader.rates(self._ids)
             parity = None if reference is None else compare(found, reference)
             mean, divergence = BOUNDS[kind]
-            rows.append(
+            self.rows.append(
                 Compared(
                     name=model.kernels,
                     weight_bytes=model.weight_bytes,
@@ -175,32 +198,26 @@ def _compare(
                     within=None if parity is None else parity.mean <= mean and parity.divergence <= divergence,
                 )
             )
-            if kind == "torch" and backend is chosen:
-                side.status("reading in steps of other shapes")
-                same.update(_bits(reader, ids, probes, found))
+            if in_other_steps:
+                self._side.status("reading in steps of other shapes")
+                self.same |= _bits(reader, self._ids, self._probes, found)
         return found
 
-    chosen = open_backend("torch", settings.device, gguf, settings.kv_type)
-    reference_backend = open_backend("torch", "cpu", gguf, settings.kv_type)
-    notices = []
-    is_reference = chosen.estimate(gguf, "f16") == reference_backend.estimate(gguf, "f16")
-    reference = None
-    needed, free = reference_backend.estimate(gguf, "f16")[0], reference_backend.available_memory()
-    if is_reference:
-        reference = look(chosen, "torch", None)
-    elif free is not None and needed > free:
-        notices.append(
-            f"no reference: in float32 the model needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    @contextmanager
+    def _reading(self, backend: Backend) -> Iterator[tuple[Any, Reader]]:
+        from engine.kv_cache import blocks_for
+        from engine.model import LoadOptions
+        from engine.parity import Reader
+
+        num_positions = len(self._ids) + 64
+        options = LoadOptions(
+            threads=self._settings.threads,
+            max_positions=min(num_positions, ModelConfig.from_gguf(self._gguf).train_context_size),
+            kv_type=self._settings.kv_type,
+            progress=lambda what, share: self._side.status(f"{what} ({share:.0%})" if share else what),
         )
-        reference = look(chosen, "torch", None)
-    else:
-        reference = look(reference_backend, "torch", None)
-        look(chosen, "torch", reference)
-    try:
-        look(open_backend("cpu", "auto", gguf, settings.kv_type), "cpu", reference)
-    except OutOfMemoryError as error:
-        notices.append(str(error))
-    return rows, notices
+        with closing(backend.load(self._gguf, options)) as model:
+            yield model, Reader(model, 2 * blocks_for(num_positions) + 1)
 
 
 def _bits(reader: Any, ids: Sequence[int], probes: Sequence[int], expected: Any) -> dict[str, bool]:
