@@ -78,6 +78,23 @@ _HEAD_NORMED = (
 )
 _CONVOLUTIONS = ("lfm2", "lfm2moe")  # have layers that are short convolutions
 _DELTAS = ("qwen35", "qwen35moe", "qwen3next")  # have layers with a running state
+_WITH_VOCAB_SIZE = (
+    "llama",
+    "granite",
+    "granitemoe",
+    "granitehybrid",
+    "minicpm",
+    "smollm3",
+    "phi3",
+    *_CENTRED,
+    "internlm2",
+    "arcee",
+    "ernie4_5",
+    "mistral3",
+    "llama4",
+    "ernie4_5-moe",
+    "bailingmoe",
+)
 # Metadata that only one architecture has. The factors are unlike those of real files, so that each shows.
 _EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
@@ -367,6 +384,58 @@ def _write(
     return paths[0]
 
 
+def _vocabulary(
+    architecture: Architecture, kind: Literal["bpe", "spm"] | None, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Its keys, replaced by those of `metadata`."""
+    if (kind or ("spm" if architecture in _GEMMAS else "bpe")) == "spm":
+        vocabulary = spm_metadata(gemma=architecture in _GEMMAS)
+    else:
+        vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
+    return vocabulary | {key: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+
+
+def _random_tensor(
+    name: str,
+    shape: tuple[int, ...],
+    architecture: Architecture,
+    seed: int,
+    tensor_types: TensorType | Mapping[str, TensorType],
+) -> tuple[TensorType, NDArray[np.uint8]]:
+    """Its type and its bytes. Seeded by name: they do not depend on which other tensors the file has."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if name.endswith(("ssm_a", "ssm_d")) and len(shape) > 1:
+        column = np.linspace(0.3, 1.5, *shape[:1])
+        column = -np.geomspace(0.05, 4.0, *shape[:1]) if name.endswith("ssm_a") else column
+        return TensorType.F32, column[:, None].astype("<f4").view(np.uint8)
+    if len(shape) == 1 or name.endswith((".bias", "ssm_norm.weight")):
+        middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
+        vector = rng.normal(middle, 0.1, shape).astype("<f4")
+        if architecture == "gemma4" and name.endswith("attn_q_norm.weight"):
+            vector *= np.float32(shape[0] ** -0.5)  # since scores are not scaled
+        if name.endswith("ssm_a"):
+            vector = -np.geomspace(0.05, 4.0, *shape).astype("<f4")  # from long memories to short ones
+        return TensorType.F32, vector.view(np.uint8)
+    if name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight")):
+        return TensorType.F32, rng.normal(0.0, 0.5, shape).astype("<f4").view(np.uint8)
+    # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.
+    std = (2.0 if name in ("token_embd.weight", "output.weight") else 1.0) / shape[-1] ** 0.5
+    tensor_type = _type_of(name, tensor_types)
+    return tensor_type, random_blocks(tensor_type, shape, rng, std=std)
+
+
+def _rope_tensors(
+    architecture: Architecture, factors: Sequence[float] | None, head_dim: int
+) -> dict[str, NDArray[np.float32] | None]:
+    if factors is None:
+        return {}
+    array = np.array(factors, np.float32)
+    if architecture == "phi3":
+        return {"rope_factors_long.weight": array, "rope_factors_short.weight": np.sqrt(array)}
+    assert len(factors) == head_dim // 2
+    return {"rope_freqs.weight": array}
+
+
 def write_tiny_model(
     path: Path,
     architecture: Architecture = "llama",
@@ -408,12 +477,7 @@ def write_tiny_model(
     size, and `shared_ffn_size` that of the shared one: for Qwen's that have one, and for granitemoe where it is given.
     `metadata` adds or replaces keys, or leaves them out (None): a chat template is the key "tokenizer.chat_template".
     """
-    vocab = vocab or ("spm" if architecture in _GEMMAS else "bpe")
-    if vocab == "spm":
-        vocabulary = spm_metadata(gemma=architecture in _GEMMAS)
-    else:
-        vocabulary = bpe_metadata(_PRE.get(architecture, "smollm"))
-    vocabulary |= {key: value for key, value in (metadata or {}).items() if key.startswith("tokenizer.ggml.")}
+    vocabulary = _vocabulary(architecture, vocab, metadata or {})
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
 
     experts = (6 if architecture in _MIXTURES else 0) if experts is None else experts
@@ -433,23 +497,7 @@ def write_tiny_model(
         f"attention.layer_norm_{'' if architecture in _CENTRED else 'rms_'}epsilon": 1e-6,
         "rope.freq_base": rope_base,
     }
-    if architecture in (
-        "llama",
-        "granite",
-        "granitemoe",
-        "granitehybrid",
-        "minicpm",
-        "smollm3",
-        "phi3",
-        *_CENTRED,
-        "internlm2",
-        "arcee",
-        "ernie4_5",
-        "mistral3",
-        "llama4",
-        "ernie4_5-moe",
-        "bailingmoe",
-    ):
+    if architecture in _WITH_VOCAB_SIZE:
         keys |= {"vocab_size": vocab_size, "rope.dimension_count": head_dim}
     if (
         architecture in ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "gpt-oss", *_GEMMAS, *_DELTAS)
@@ -510,37 +558,8 @@ def write_tiny_model(
         delta=delta,
         gemma4=gemma4,
     )
-    stored: dict[str, tuple[TensorType, NDArray[np.uint8]]] = {}
-    for name, shape in shapes.items():
-        # Seeded by name: a tensor's values do not depend on which other tensors the file has.
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        if name.endswith(("ssm_a", "ssm_d")) and len(shape) > 1:
-            column = np.linspace(0.3, 1.5, *shape[:1])
-            column = -np.geomspace(0.05, 4.0, *shape[:1]) if name.endswith("ssm_a") else column
-            stored[name] = TensorType.F32, column[:, None].astype("<f4").view(np.uint8)
-        elif len(shape) == 1 or name.endswith((".bias", "ssm_norm.weight")):
-            middle = 0.0 if name.endswith((".bias", "shexp.weight")) else 1.0
-            vector = rng.normal(middle, 0.1, shape).astype("<f4")
-            if architecture == "gemma4" and name.endswith("attn_q_norm.weight"):
-                vector *= np.float32(shape[0] ** -0.5)  # since scores are not scaled
-            if name.endswith("ssm_a"):
-                vector = -np.geomspace(0.05, 4.0, *shape).astype("<f4")  # from long memories to short ones
-            stored[name] = TensorType.F32, vector.view(np.uint8)
-        elif name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight")):
-            stored[name] = TensorType.F32, rng.normal(0.0, 0.5, shape).astype("<f4").view(np.uint8)
-        else:
-            # Rows of about length 1 keep activations near their size; embeddings twice that, so that logits differ.
-            std = (2.0 if name in ("token_embd.weight", "output.weight") else 1.0) / shape[-1] ** 0.5
-            tensor_type = _type_of(name, tensor_types)
-            stored[name] = tensor_type, random_blocks(tensor_type, shape, rng, std=std)
-    extra = dict(tensors or {})
-    if rope_factors is not None:
-        assert architecture == "phi3" or len(rope_factors) == head_dim // 2
-        factors = np.array(rope_factors, np.float32)
-        if architecture == "phi3":
-            extra |= {"rope_factors_long.weight": factors, "rope_factors_short.weight": np.sqrt(factors)}
-        else:
-            extra["rope_freqs.weight"] = factors
+    stored = {name: _random_tensor(name, shape, architecture, seed, tensor_types) for name, shape in shapes.items()}
+    extra = dict(tensors or {}) | _rope_tensors(architecture, rope_factors, head_dim)
     stored |= {
         name: (TensorType.F32, np.ascontiguousarray(array, "<f4").view(np.uint8))
         for name, array in extra.items()
