@@ -253,33 +253,41 @@ class Model:
         rows, wanted, b = len(batch.ids), len(batch.want), self.buffers
         tables = np.ascontiguousarray(batch.tables, np.int32)
         states = None if batch.states is None else np.ascontiguousarray(batch.states, np.int32)
-        self._check(batch, tables, states)
+        last = self._check(batch, tables, states)
         b.ids[:rows], b.positions[:rows] = batch.ids, batch.positions
         b.table_rows[:rows], b.wanted[:wanted] = batch.table_rows, batch.want
         context = self._context[0]
         context["num_rows"], context["num_wanted"] = rows, wanted
-        context["num_parts"] = int(batch.positions.max()) // PART + 1
+        context["num_parts"] = last // PART + 1
         # Known before a step starts: the rows move while it runs.
-        context["wanted_parts"] = int(batch.positions[batch.want].max()) // PART + 1 if wanted else 0
+        if 0 < wanted < rows:
+            last = int(batch.positions[batch.want].max())
+        context["wanted_parts"] = last // PART + 1 if wanted else 0
         context["tables"], context["table_blocks"] = tables.ctypes.data, tables.shape[1]
         if states is not None:
             context["state_table"], context["num_segments"] = states.ctypes.data, states.shape[1]
         self._workers.run()
         return b.logits[:wanted, : self.config.vocab_size]
 
-    def _check(self, batch: Batch, tables: NDArray[np.int32], states: NDArray[np.int32] | None) -> None:
-        """What compiled code trusts. These are our own mistakes, and would be silent corruption there."""
+    def _check(self, batch: Batch, tables: NDArray[np.int32], states: NDArray[np.int32] | None) -> int:
+        """What compiled code trusts. These are our own mistakes, and would be silent corruption there.
 
-        def within(numbers: NDArray[np.int32], limit: int, what: str) -> None:
-            low, high = int(numbers.min()), int(numbers.max())
-            assert 0 <= low <= high < limit, f"{what} {low if low < 0 else high} is out of range, limit {limit}"
+        Returns the largest position.
+        """
+
+        def within(numbers: NDArray[np.int32], limit: int, what: str) -> int:
+            largest = int(numbers.view(np.uint32).max())  # one below 0 is beyond all limits
+            if largest >= limit:
+                low = int(numbers.min())
+                raise AssertionError(f"{what} {low if low < 0 else largest} is out of range, limit {limit}")
+            return largest
 
         rows, wanted = len(batch.ids), len(batch.want)
         assert 0 < rows <= self.max_rows, f"{rows} rows"
         assert wanted <= MAX_WANTED, f"{wanted} rows of logits"
         assert len(batch.positions) == len(batch.table_rows) == rows
         within(batch.ids, self.config.vocab_size, "token id")
-        within(batch.positions, min(self.max_positions, tables.shape[1] * BLOCK_SIZE), "position")
+        last = within(batch.positions, min(self.max_positions, tables.shape[1] * BLOCK_SIZE), "position")
         within(tables, self._pool.num_blocks, "block")
         within(batch.table_rows, tables.shape[0], "table")
         if wanted:
@@ -290,6 +298,7 @@ class Model:
             assert states.shape[0] == len(tables)
             assert states.shape[2] == 2
             within(states[:, :, 0], self._pool.states.num_blocks, "state")
+        return last
 
     def close(self) -> None:
         """End the threads and free the memory. The model cannot be used after this."""

@@ -73,6 +73,18 @@ def test_every_architecture_is_here() -> None:
     assert {model["architecture"] for model in MODELS.values()} == set(ARCHITECTURES)
 
 
+@pytest.mark.parametrize("token", [-1, -(2**31), "vocabulary", 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_never_reaches_compiled_code(
+    token: Any, tiny: Callable[[str], Path]
+) -> None:
+    with running(tiny("llama")) as runner:
+        table, vocabulary = runner.table(), runner.model.config.vocab_size
+        token = vocabulary if token == "vocabulary" else token
+        with pytest.raises(AssertionError, match=f"token id {token} is out of range, limit {vocabulary}"):
+            runner.step((table, [1, token, 2]))
+        runner.step((table, [vocabulary - 1]))
+
+
 # ---------------------------------------------------------------- against NumPy
 @every_model_and_type
 def test_the_compiled_step_has_the_bits_of_the_numpy_step(
