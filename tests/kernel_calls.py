@@ -113,7 +113,7 @@ def row_in_memory(layout: ActivationLayout, x: NDArray[np.float32] | Activations
     if isinstance(x, Activations):
         sums = x.sums(layout.span)
         parts = {
-            256: lambda: [x.q, x.scales, x.sums(32).astype(np.int16), x.sums(16).astype(np.int16)],
+            256: lambda: [x.q, x.scales, x.sums(32).astype(np.int16), x.sums(16).astype(np.int16), x.loudest()],
             32: lambda: [x.q, x.scales, -sums, x.scales * sums.astype(np.float32)],
         }[layout.span]()
         num_values = x.q.shape[-1]

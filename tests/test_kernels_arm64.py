@@ -55,7 +55,7 @@ def called(assembly: str) -> set[str]:
 def test_products_of_every_type_compile_to_dot_products_of_arm64(type: TensorType) -> None:
     assembly, code = compiled(matmul_module(FORMATS[type], ARM64))
     assert code[:4] == b"\x7fELF"
-    floats = FORMATS[type].sub_block is None
+    floats = FORMATS[type].vector is None
     assert bool(re.search(r"\tsdot\tv\d+\.4s, v\d+\.16b, v\d+\.16b", assembly)) is not floats
     if floats:
         assert re.search(r"\tfmla\tv", assembly)

@@ -14,7 +14,7 @@ from kernel_calls import HALVES, TARGETS, activation_rows, assert_same_bits, blo
 from engine.kernels import formats, twins
 from engine.kernels.formats import FORMATS
 from engine.kernels.layout import compiled
-from engine.kernels.panel import BUNCH, MAX_ROWS
+from engine.kernels.panel import BUNCH, CALM, MAX_ROWS
 from engine.kernels.plan import L2_BYTES
 from engine.quant import TensorType
 
@@ -166,7 +166,7 @@ def test_products_of_extreme_weights_and_activations_have_the_bits_of_the_twin(t
             for scales in [(65504.0,), (-65504.0,), (6e-8, -6e-8), (0.0, -0.0), (1.0, -1.0)]
         ]
     )
-    if FORMATS[type].sub_block is not None:
+    if FORMATS[type].vector is not None:
         # The scales of all blocks stay; every other bit of the first three rows of each kind is 1, 0, or the sign.
         blocks = raw.reshape(5, 6, 2, -1)
         for row, byte in enumerate((0xFF, 0x00, 0x80)):
@@ -190,6 +190,36 @@ def test_products_of_extreme_weights_and_activations_have_the_bits_of_the_twin(t
     expected = twins.matmul(type, raw, x)
     assert_same_bits(multiply(target, type, raw, x), expected)
     assert_same_bits(multiply(target, type, raw, np.tile(x, (4, 1))), np.tile(expected, (4, 1)))
+
+
+@every_target
+def test_sums_that_just_fit_16_bits_and_larger_ones_have_the_bits_of_the_twin(target: str) -> None:
+    """The largest and the smallest weights against activations of one sign, as loud as a calm block, or louder."""
+    for type in (TensorType.Q4_K, TensorType.Q6_K):
+        fmt, rng = FORMATS[type], np.random.default_rng(int(type))
+        raw = blocks_of_any_bits(type, 48, 512, rng)
+        blocks = raw.reshape(3, 16, 2, -1)
+        for n, byte in enumerate((0xFF, 0x00)):
+            kept = blocks[n].copy()
+            blocks[n] = byte
+            for at in HALVES[type]:
+                blocks[n, ..., at : at + 2] = kept[..., at : at + 2]
+            if type is TensorType.Q6_K:  # signed scales
+                blocks[n, ..., 192:208] = 0x7F
+        rows = []
+        for loudest in (CALM, CALM + 1, CALM + 2, CALM + 17, 127 * 16):
+            x = np.full((32, 16), loudest // 16)
+            x[:, : loudest % 16] += 1
+            x[::16] = np.minimum(x[::16], loudest - 127) // 16
+            x[::16, 3] = 127  # of each block the largest
+            x = x.reshape(512).astype(np.float32)
+            assert (twins.quantize(x, 256).loudest() == loudest).all()
+            rows += [x, -x]
+        expected = twins.matmul(type, raw, np.stack(rows))
+        assert fmt.loudest >= CALM
+        assert_same_bits(multiply(target, type, raw, np.stack(rows)), expected)
+        for row, product in zip(rows, expected, strict=True):
+            assert_same_bits(multiply(target, type, raw, np.tile(row, (5, 1))), np.tile(product, (5, 1)))
 
 
 @every_target

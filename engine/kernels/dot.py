@@ -18,7 +18,8 @@ from engine.kernels.target import Target
 class ActivationLayout:
     """One quantized activation row of K values in memory: the bytes, then arrays with one entry for each block.
 
-    span 256: s8[K], f32 scale, i16 sums of 32 values [8 a block], i16 sums of 16 values [16 a block].
+    span 256: s8[K], f32 scale, i16 sums of 32 values [8 a block], i16 sums of 16 values [16 a block], i32 loudest:
+        the largest sum of the magnitudes of 16 values.
     span 32: s8[K], f32 scale, i32 minus the sum, f32 scale * sum.
     span 1: f32[K], nothing else.
     """
@@ -27,7 +28,7 @@ class ActivationLayout:
 
     @property
     def meta_bytes(self) -> int:
-        return {256: 4 + 16 + 32, 32: 12, 1: 0}[self.span]
+        return {256: 4 + 16 + 32 + 4, 32: 12, 1: 0}[self.span]
 
     def row_bytes(self, num_values: int) -> int:
         """Rounded up to an odd number of cache lines, which spreads the rows of a tile over the cache's sets."""
@@ -41,7 +42,7 @@ class ActivationLayout:
 
 
 def layout_for(fmt: WeightFormat) -> ActivationLayout:
-    return ActivationLayout(1 if fmt.sub_block is None else fmt.span)
+    return ActivationLayout(1 if fmt.vector is None else fmt.span)
 
 
 def dot4(b: KernelBuilder, target: Target, signed: bool, acc: Value, weights: Value, activations: Value) -> Value:

@@ -13,7 +13,7 @@ consist of segments: a segment (offset, size, unit) is `size` bytes at `offset` 
 or 2 bytes; unit u of row r lies at (u * 16 + r) * unit. See docs/kernels.md for a drawing.
 
 In a block, one sub-block is a run of consecutive k with a scale of its own: 32 or 16 values of a K-quant, all 32 of
-the simple formats. `sub_block` gives its weights as vectors of 64 unsigned bytes, four consecutive k for each row.
+the simple formats. `vector` gives its weights, 64 unsigned bytes at a time: four consecutive k for each row.
 Sub-blocks are taken `unroll` at a time, so that shifts that repeat are constants: a shift by a variable costs more.
 The value of a weight is d * scale * (byte - bias) - dmin * min, or d * (byte - bias) + m for the simple formats.
 """
@@ -50,7 +50,7 @@ class Sub:
         return b.sum(b.times(self.i, self.unroll), self.part)
 
 
-SubBlock = Callable[[KernelBuilder, "Group", Sub], list[Value]]
+Vector = Callable[[KernelBuilder, "Group", Sub, int], Value]
 Factor = Callable[[KernelBuilder, "Group", Sub], Value]
 
 
@@ -73,8 +73,8 @@ class WeightFormat:
     words: tuple[Segment, ...]
     meta: tuple[Segment, ...]
     sub_size: int = 32
-    sub_block: SubBlock | None = None
-    """(b, group, sub) -> sub_size / 4 vectors of 64 bytes. None: the weights are floats."""
+    vector: Vector | None = None
+    """(b, group, sub, q) -> 64 bytes: values 4 q .. 4 q + 3 of a sub-block. None: the weights are floats."""
     unroll: int = 1
     prepare: Callable[[KernelBuilder, Group], None] = lambda b, g: None
     scale: Factor | None = None
@@ -93,7 +93,10 @@ class WeightFormat:
     """Of a weight byte, unless it is `wide`."""
     wide: bool = False
     """Whether weight bytes go beyond 127. Then bias is 128 and their signed form is byte - 128."""
-    panel_rows: int = 24
+    light: bool = False
+    """Whether vectors are taken from words by so few instructions that each tile of several rows does it anew, two
+    sub-blocks at a time, which lie in the same words (`panel.py`)."""
+    panel_rows: int = 40
     """From how many activation rows on it is cheaper to unpack weights into a panel (`panel.py`), measured on Zen 5."""
     asks_twice: bool = False
     """Whether a single row prefetches each line twice: Q6_K and Q8_0 have 93 % of the bandwidth then, and 87 if not;
@@ -104,7 +107,7 @@ class WeightFormat:
     @property
     def span(self) -> int:
         """Values of a block; floats are taken 32 at a time."""
-        return 32 if self.sub_block is None else block_shape(self.type)[0]
+        return 32 if self.vector is None else block_shape(self.type)[0]
 
     @property
     def block_bytes(self) -> int:
@@ -118,8 +121,19 @@ class WeightFormat:
         return 128 if self.wide else (1 << self.bits) - 1
 
     @property
+    def loudest(self) -> int:
+        """Of the sums of the magnitudes of 16 activations: up to this one, the sum of a sub-block fits 16 bits."""
+        weight = max(self.bias, self.largest - self.bias)
+        return 32767 // (weight * self.sub_size // 16)
+
+    @property
     def num_subs(self) -> int:
         return self.span // self.sub_size
+
+    def vectors(self, b: KernelBuilder, group: Group, sub: Sub) -> list[Value]:
+        """All weights of a sub-block."""
+        assert self.vector is not None
+        return [self.vector(b, group, sub, q) for q in range(self.sub_size // 4)]
 
     def fixed(self, index: int) -> Sub:
         """A sub-block whose number is known when the kernel is made."""
@@ -194,7 +208,7 @@ def _fill_records(fmt: WeightFormat, blocks: NDArray[np.uint8], out: NDArray[np.
         start += per_record * size
 
 
-# ---------------------------------------------------------------- pieces of sub_block
+# ---------------------------------------------------------------- pieces of `vector`
 def _shift(b: KernelBuilder, x: Value, amount: Int) -> Value:
     """Logical right shift of each 32-bit lane by a count that is a constant or an i64."""
     if isinstance(amount, int):
@@ -213,14 +227,9 @@ def _bits(b: KernelBuilder, word: Value, shift: Int, mask: int, up: int = 0) -> 
     return b.shl(x, fill(VI, up)) if up else x
 
 
-def _words(b: KernelBuilder, g: Group, first: Int, count: int, base: int = 0) -> list[Value]:
-    """Words first .. first + count - 1 of a block, each of all 16 rows, in a segment that starts `base` words in."""
-    offset = b.times(first, 64)
-    return [b.read(VI, g.words, offset, 64 * (base + w)) for w in range(count)]
-
-
-def _as_bytes(b: KernelBuilder, words: list[Value]) -> list[Value]:
-    return [b.bitcast(w, VB) for w in words]
+def _word(b: KernelBuilder, g: Group, index: Int, base: int = 0) -> Value:
+    """A word of a block, of all 16 rows, in a segment that starts `base` words in."""
+    return b.read(VI, g.words, b.times(index, 64), 64 * base)
 
 
 _IQ4_BYTES = [v + 128 for v in IQ4_VALUES]
@@ -245,20 +254,18 @@ def _lookup(b: KernelBuilder, table: list[int], codes: Value, target: Target) ->
 
 
 # ---------------------------------------------------------------- the simple formats: 32 values, one scale
-def _nibble_halves(b: KernelBuilder, g: Group) -> list[Value]:
-    """Byte j holds value j in its low and value j + 16 in its high bits."""
-    words = _words(b, g, 0, 4)
-    return [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
+def _nibble(b: KernelBuilder, g: Group, q: int, first: Int = 0) -> Value:
+    """Of 32 values in four words: byte j holds value j in its low and value j + 16 in its high bits."""
+    return _bits(b, _word(b, g, b.sum(first, q % 4)), 4 * (q // 4), 15)
 
 
-def _q4_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    return _as_bytes(b, _nibble_halves(b, g))
+def _q4_0(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    return b.bitcast(_nibble(b, g, q), VB)
 
 
-def _q5_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+def _q5_0(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
     # The fifth bits come first in the meta; `_spread_fifth_bits` put bit 4w + j at bit w of byte j.
-    high = b.read(VI, g.meta)
-    return _as_bytes(b, [b.or_(w, _bits(b, high, q, 1, 4)) for q, w in enumerate(_nibble_halves(b, g))])
+    return b.bitcast(b.or_(_nibble(b, g, q), _bits(b, b.read(VI, g.meta), q, 1, 4)), VB)
 
 
 def _spread_fifth_bits(offset: int) -> Callable[[NDArray[np.uint8]], NDArray[np.uint8]]:
@@ -272,17 +279,17 @@ def _spread_fifth_bits(offset: int) -> Callable[[NDArray[np.uint8]], NDArray[np.
     return permute
 
 
-def _q8_0(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+def _q8_0(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
     """Signed bytes in the file; + 128 makes them unsigned."""
-    return _as_bytes(b, [b.xor(w, fill(VI, -0x7F7F7F80)) for w in _words(b, g, 0, 8)])
+    return b.bitcast(b.xor(_word(b, g, q), fill(VI, -0x7F7F7F80)), VB)
 
 
-def _iq4_nl(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    return [_lookup(b, _IQ4_BYTES, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+def _iq4_nl(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    return _lookup(b, _IQ4_BYTES, _q4_0(b, g, sub, q), g.target)
 
 
-def _mxfp4(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    return [_lookup(b, _MXFP4_BYTES, b.bitcast(w, VB), g.target) for w in _nibble_halves(b, g)]
+def _mxfp4(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    return _lookup(b, _MXFP4_BYTES, _q4_0(b, g, sub, q), g.target)
 
 
 def _widen_power_of_two(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -302,21 +309,17 @@ def _byte_of(b: KernelBuilder, base: Value, sub: Sub, *offset: int) -> Value:
     return b.and_(_shift(b, word, b.times(b.and_(index, I64(3)), 8)), fill(VI, 255))
 
 
-def _q4_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    """Word w of pair `sub` / 2: in the low bits when `sub` is even, in the high bits when it is odd."""
-    words = _words(b, g, b.sum(b.times(sub.i, 4 * sub.unroll), 8 * (sub.part // 2)), 8)
-    return _as_bytes(b, [_bits(b, w, 4 * (sub.part % 2), 15) for w in words])
+def _q4_k(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    """Word q of pair `sub` / 2: in the low bits when `sub` is even, in the high bits when it is odd."""
+    word = _word(b, g, b.sum(b.times(sub.i, 4 * sub.unroll), 8 * (sub.part // 2) + q))
+    return b.bitcast(_bits(b, word, 4 * (sub.part % 2), 15), VB)
 
 
-def _q5_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+def _q5_k(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
     """As Q4_K; bit `sub` of byte j of the second segment is the fifth bit of value j."""
-    low = _words(b, g, b.sum(b.times(sub.i, 4 * sub.unroll), 8 * (sub.part // 2)), 8)
-    high = _words(b, g, 0, 8, base=32)
     bit = sub.part if sub.unroll == 8 else sub.index(b)
-    return _as_bytes(
-        b,
-        [b.or_(_bits(b, x, 4 * (sub.part % 2), 15), _bits(b, h, bit, 1, 4)) for x, h in zip(low, high, strict=True)],
-    )
+    low = b.bitcast(_q4_k(b, g, sub, q), VI)
+    return b.bitcast(b.or_(low, _bits(b, _word(b, g, q, base=32), bit, 1, 4)), VB)
 
 
 def _k_scales(b: KernelBuilder, g: Group) -> None:
@@ -340,22 +343,28 @@ def _k_min(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     return _byte_of(b, g.scratch, sub, 128)
 
 
-def _sixteens(b: KernelBuilder, sub: Sub) -> tuple[Value, Value, int]:
+def _sixteens(b: KernelBuilder, sub: Sub) -> tuple[Value, Int, int]:
     """Sub-block 8 n + 2 j + s of 16 values: half n of the block, bit pair j, 16-value half s."""
+    if sub.unroll == 8:
+        return sub.i, sub.part // 2, sub.part % 2
     assert sub.unroll == 2
     return b.lshr(sub.i, I64(2)), b.and_(sub.i, I64(3)), sub.part
 
 
-def _q6_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    """Low bits: nibble j / 2 of word 16 n + 8 (j & 1) + 4 s + w; high bits: pair j of word 8 n + 4 s + w."""
+def _q6_k(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    """Low bits: nibble j / 2 of word 16 n + 8 (j & 1) + 4 s + q; high bits: pair j of word 8 n + 4 s + q."""
     n, j, s = _sixteens(b, sub)
-    low = _words(b, g, b.sum(b.times(n, 16), b.times(b.and_(j, I64(1)), 8), 4 * s), 4)
-    high = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4, base=32)
-    nibble = b.times(b.lshr(j, I64(1)), 4)
-    # One rotation brings pair j to bits 4 and 5 of each byte, whichever way it has to go.
-    turn = b.splat(b.trunc(b.sub(b.times(j, 2), I64(4)), I32))
-    pairs = [_and(b, b.intrinsic("llvm.fshr.v16i32", VI, h, h, turn), 0x30) for h in high]
-    return _as_bytes(b, [b.or_(_bits(b, x, nibble, 15), h) for x, h in zip(low, pairs, strict=True)])
+    high = _word(b, g, b.sum(b.times(n, 8), 4 * s + q), base=32)
+    if isinstance(j, int):
+        odd, nibble = j & 1, j // 2 * 4
+        high = _bits(b, high, 2 * j, 3, 4)
+    else:
+        odd, nibble = b.and_(j, I64(1)), b.times(b.lshr(j, I64(1)), 4)
+        # One rotation brings pair j to bits 4 and 5 of each byte, whichever way it has to go.
+        turn = b.splat(b.trunc(b.sub(b.times(j, 2), I64(4)), I32))
+        high = _and(b, b.intrinsic("llvm.fshr.v16i32", VI, high, high, turn), 0x30)
+    low = _word(b, g, b.sum(b.times(n, 16), b.times(odd, 8), 4 * s + q))
+    return b.bitcast(b.or_(_bits(b, low, nibble, 15), high), VB)
 
 
 def _q6_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
@@ -363,10 +372,9 @@ def _q6_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     return b.ashr(b.shl(_byte_of(b, g.meta, sub), fill(VI, 24)), fill(VI, 24))
 
 
-def _q2_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+def _q2_k(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
     n, j, s = _sixteens(b, sub)
-    words = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4)
-    return _as_bytes(b, [_bits(b, w, b.times(j, 2), 3) for w in words])
+    return b.bitcast(_bits(b, _word(b, g, b.sum(b.times(n, 8), 4 * s + q)), b.times(j, 2), 3), VB)
 
 
 def _q2_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
@@ -377,13 +385,11 @@ def _q2_k_min(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     return b.lshr(_byte_of(b, g.meta, sub, 64), fill(VI, 4))
 
 
-def _q3_k(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
+def _q3_k(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
     """Two low bits as Q2_K; bit 4 n + j of byte l of the second segment is the third."""
     n, j, s = _sixteens(b, sub)
-    low = _words(b, g, b.sum(b.times(n, 8), 4 * s), 4)
-    high = _words(b, g, 4 * s, 4, base=16)
-    two, bit = b.times(j, 2), b.sum(b.times(n, 4), j)
-    return _as_bytes(b, [b.or_(_bits(b, x, two, 3), _bits(b, h, bit, 1, 2)) for x, h in zip(low, high, strict=True)])
+    high = _bits(b, _word(b, g, 4 * s + q, base=16), b.sum(b.times(n, 4), j), 1, 2)
+    return b.bitcast(b.or_(b.bitcast(_q2_k(b, g, sub, q), VI), high), VB)
 
 
 def _q3_k_scales(b: KernelBuilder, g: Group) -> None:
@@ -398,10 +404,9 @@ def _q3_k_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
     return b.sub(_byte_of(b, g.scratch, sub), fill(VI, 32))
 
 
-def _iq4_xs(b: KernelBuilder, g: Group, sub: Sub) -> list[Value]:
-    words = _words(b, g, b.times(sub.index(b), 4), 4)
-    codes = [_bits(b, w, 0, 15) for w in words] + [_bits(b, w, 4, 15) for w in words]
-    return [_lookup(b, _IQ4_BYTES, b.bitcast(c, VB), g.target) for c in codes]
+def _iq4_xs(b: KernelBuilder, g: Group, sub: Sub, q: int) -> Value:
+    codes = _nibble(b, g, q, b.times(sub.index(b), 4))
+    return _lookup(b, _IQ4_BYTES, b.bitcast(codes, VB), g.target)
 
 
 def _iq4_xs_scale(b: KernelBuilder, g: Group, sub: Sub) -> Value:
@@ -443,55 +448,55 @@ FORMATS: Mapping[TensorType, WeightFormat] = MappingProxyType(
             WeightFormat(type=_T.F32, words=((0, 128, 4),), meta=()),
             WeightFormat(type=_T.F16, words=((0, 64, 2),), meta=()),
             WeightFormat(type=_T.BF16, words=((0, 64, 2),), meta=()),
-            WeightFormat(type=_T.Q4_0, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_q4_0, bias=8, panel_rows=44),
+            WeightFormat(type=_T.Q4_0, words=((2, 16, 4),), meta=((0, 2, 2),), vector=_q4_0, bias=8, panel_rows=44),
             WeightFormat(
-                type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), sub_block=_q4_0, has_second=True, panel_rows=44
+                type=_T.Q4_1, words=((4, 16, 4),), meta=((0, 4, 4),), vector=_q4_0, has_second=True, panel_rows=44
             ),
             WeightFormat(
-                type=_T.Q5_0, bits=5, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), sub_block=_q5_0, bias=16,
+                type=_T.Q5_0, bits=5, words=((6, 16, 4),), meta=((2, 4, 4), (0, 2, 2)), vector=_q5_0, bias=16,
                 scale_at=64, permute=_spread_fifth_bits(2),
             ),
             WeightFormat(
-                type=_T.Q5_1, bits=5, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), sub_block=_q5_0,
+                type=_T.Q5_1, bits=5, words=((8, 16, 4),), meta=((4, 4, 4), (0, 4, 4)), vector=_q5_0,
                 has_second=True, scale_at=64, permute=_spread_fifth_bits(4),
             ),
             WeightFormat(
-                type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), sub_block=_q8_0, bias=128, wide=True,
+                type=_T.Q8_0, words=((2, 32, 4),), meta=((0, 2, 2),), vector=_q8_0, bias=128, wide=True,
                 panel_rows=44, asks_twice=True,
             ),
             WeightFormat(
-                type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_iq4_nl, bias=128, wide=True,
+                type=_T.IQ4_NL, words=((2, 16, 4),), meta=((0, 2, 2),), vector=_iq4_nl, bias=128, wide=True,
                 panel_rows=44,
             ),
             WeightFormat(
-                type=_T.MXFP4, bits=5, words=((2, 16, 4),), meta=((0, 2, 2),), sub_block=_mxfp4, bias=16,
+                type=_T.MXFP4, bits=5, words=((2, 16, 4),), meta=((0, 2, 2),), vector=_mxfp4, bias=16,
                 scale_is_bf16=True, permute=_widen_power_of_two,
             ),
             WeightFormat(
-                type=_T.Q2_K, bits=2, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, sub_block=_q2_k,
-                unroll=2, scale=_q2_k_scale, minimum=_q2_k_min, has_second=True,
+                type=_T.Q2_K, bits=2, words=((16, 64, 4),), meta=((80, 4, 4), (0, 16, 4)), sub_size=16, vector=_q2_k,
+                unroll=2, scale=_q2_k_scale, minimum=_q2_k_min, has_second=True, panel_rows=10,
             ),
             WeightFormat(
                 type=_T.Q3_K, bits=3, words=((32, 64, 4), (0, 32, 4)), meta=((96, 12, 4), (108, 2, 2)), sub_size=16,
-                sub_block=_q3_k, unroll=2, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
-                panel_rows=10,
+                vector=_q3_k, unroll=2, prepare=_q3_k_scales, scale=_q3_k_scale, scale_at=192, bias=4,
+                panel_rows=5,
             ),
             WeightFormat(
-                type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q4_k, unroll=2,
-                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=44,
+                type=_T.Q4_K, words=((16, 128, 4),), meta=((0, 4, 4), (4, 12, 4)), vector=_q4_k, unroll=2,
+                prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, light=True, panel_rows=5,
             ),
             WeightFormat(
-                type=_T.Q5_K, bits=5, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), sub_block=_q5_k,
-                unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=10,
+                type=_T.Q5_K, bits=5, words=((48, 128, 4), (16, 32, 4)), meta=((0, 4, 4), (4, 12, 4)), vector=_q5_k,
+                unroll=2, prepare=_k_scales, scale=_k_scale, minimum=_k_min, has_second=True, panel_rows=8,
             ),
             WeightFormat(
                 type=_T.Q6_K, bits=6, words=((0, 128, 4), (128, 64, 4)), meta=((192, 16, 4), (208, 2, 2)), sub_size=16,
-                sub_block=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32, panel_rows=10,
+                vector=_q6_k, unroll=2, scale=_q6_k_scale, scale_at=256, bias=32, panel_rows=5,
                 asks_twice=True,
             ),
             WeightFormat(
-                type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), sub_block=_iq4_xs,
-                scale=_iq4_xs_scale, bias=128, wide=True,
+                type=_T.IQ4_XS, words=((8, 128, 4),), meta=((0, 2, 2), (2, 2, 2), (4, 4, 4)), vector=_iq4_xs,
+                scale=_iq4_xs_scale, bias=128, wide=True, panel_rows=24,
             ),
         )
     }

@@ -77,7 +77,7 @@ class Tile:
         self, b: KernelBuilder, group: Value, group_bytes: Value, rows: Sequence[Value], blocks: Value, fetch: bool
     ) -> list[Value]:
         """Slots with the float sums of each row, <16 x f32>. `fetch`: prefetch what follows in the weights' stream."""
-        if self.fmt.sub_block is None:
+        if self.fmt.vector is None:
             return self._emit_floats(b, group, rows, blocks, fetch)
         fmt = self.fmt
         scratch = b.scratch(ir.ArrayType(VI, 4))
@@ -111,11 +111,10 @@ class Tile:
     ) -> None:  # fmt: skip
         """sums += scale of the sub-block * its dot products; in between, its share of the words ahead is prefetched."""
         fmt = self.fmt
-        assert fmt.sub_block is not None
         # With few rows the dot product's latency shows: independent sums hide it. AVX2's only adds to a sum.
         chains = 1 if self.target.dot == "maddubs" else max(1, 4 // len(rows))
         k = b.times(sub.index(b), fmt.sub_size)
-        weights = fmt.sub_block(b, g, sub)
+        weights = fmt.vectors(b, g, sub)
         if self.signed:
             weights = [b.xor(w, fill(VB, -128)) for w in weights]
         new = partial(Dots, self.target, self.signed, fmt.largest)
@@ -265,7 +264,7 @@ def matmul(fmt: WeightFormat, target: Target) -> Kernel:
                 with few, b.loop(groups) as g:
                     few_rows(g, 0, rows, True)
 
-        if not target.has_panels or fmt.sub_block is None:
+        if not target.has_panels or fmt.vector is None:
             tiles()
             return
         with b.if_else(b.icmp_signed(">=", rows, I64(fmt.panel_rows))) as (enough, less):
@@ -282,7 +281,7 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
 
     def emit(b: KernelBuilder, w: Value, lane: Value, blocks: Value, out: Value) -> None:
         w, out, lane = b.pointer(w), b.pointer(out), b.trunc(lane, I32)
-        if fmt.sub_block is None:
+        if fmt.vector is None:
             with b.loop(b.times(blocks, fmt.span)) as k:
                 weights = float_weights(b, fmt.type, w, b.times(k, fmt.words_bytes // fmt.span))
                 b.write(b.extract_element(weights, lane), out, b.times(k, 4))
@@ -302,7 +301,7 @@ def dequantize_row(fmt: WeightFormat, target: Target) -> Kernel:
                     if fmt.minimum is not None:
                         least = b.fmul(second, b.sitofp(fmt.minimum(b, g, sub), VF))
                     k = b.sum(b.times(s, fmt.span), b.times(sub.index(b), fmt.sub_size))
-                    for q, quad in enumerate(fmt.sub_block(b, g, sub)):
+                    for q, quad in enumerate(fmt.vectors(b, g, sub)):
                         for j in range(4):
                             byte = b.and_(b.lshr(b.bitcast(quad, VI), fill(VI, 8 * j)), fill(VI, 255))
                             value = b.fmul(step, b.sitofp(b.sub(byte, fill(VI, fmt.bias)), VF))

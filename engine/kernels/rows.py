@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from llvmlite import ir
+
 from engine.kernels.dot import ActivationLayout
 from engine.kernels.ir import (
     F32,
@@ -205,6 +207,10 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
     return emit
 
 
+def _magnitude(b: KernelBuilder, x: Value) -> Value:
+    return b.intrinsic("llvm.abs.v16i32", VI, x, ir.Constant(ir.IntType(1), 1))
+
+
 def _quantize(
     b: KernelBuilder, layout: ActivationLayout, values: list[Value], dst: Value, s: Value, blocks: Value
 ) -> None:
@@ -227,10 +233,16 @@ def _quantize(
         b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
         b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
         return
-    sixteens = b.tree_of_each(levels, b.add)
+    # The sum of 16 levels in the lower half of a lane, that of their magnitudes, which is never negative, in the upper.
+    both = [b.add(q, b.shl(_magnitude(b, q), fill(VI, 16))) for q in levels]
+    summed = b.tree_of_each(both, b.add)
+    sixteens = b.ashr(b.shl(summed, fill(VI, 16)), fill(VI, 16))
+    loud = b.lshr(b.sub(summed, sixteens), fill(VI, 16))
     pairs = b.add(b.pick(sixteens, sixteens, range(0, 16, 2)), b.pick(sixteens, sixteens, range(1, 16, 2)))
     b.write(b.trunc(pairs, vector(I16, 8)), dst, layout.after(b, blocks, 4), b.times(s, 16))
     b.write(b.trunc(sixteens, vector(I16, 16)), dst, layout.after(b, blocks, 20), b.times(s, 32))
+    loudest = b.intrinsic("llvm.vector.reduce.smax.v16i32", I32, loud)
+    b.write(loudest, dst, layout.after(b, blocks, 52), b.times(s, 4))
 
 
 # ---------------------------------------------------------------- one head of q, k or v

@@ -30,6 +30,12 @@ class Activations:
         sums: NDArray[np.int32] = self.q.reshape(*self.q.shape[:-1], -1, run).sum(axis=-1, dtype=np.int32)
         return sums
 
+    def loudest(self) -> NDArray[np.int32]:
+        """The largest sum of the magnitudes of 16 neighbours in each block: int32 [..., K / span]."""
+        loud = np.abs(self.q.astype(np.int32)).reshape(*self.scales.shape, -1, 16).sum(axis=-1, dtype=np.int32)
+        largest: NDArray[np.int32] = loud.max(axis=-1)
+        return largest
+
 
 def quantize(x: Floats, span: int) -> Activations:
     """Symmetric int8 of x [..., K]: scale = max |x| / 127 in each block, rounded half to even (`rows.activate`).
