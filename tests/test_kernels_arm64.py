@@ -154,9 +154,9 @@ def test_norms_and_quantized_activations_on_arm64_have_the_bits_of_the_twins(tmp
     for span in (256, 32):
         layout = ActivationLayout(span)
         row, blocks = np.zeros(layout.row_bytes(768), np.uint8), 768 // span
-        emulated.call(f"norm_{span}", x, weight, inverse, row, 0, blocks, blocks)
+        emulated.call(f"norm_{span}", x, weight, inverse, row, 0, blocks, blocks, 0, 0)
         assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.normed(x, weight, 1e-5), span)))
-        emulated.call(f"silu_{span}", x, weight, inverse, row, 0, blocks, blocks)
+        emulated.call(f"silu_{span}", x, weight, inverse, row, 0, blocks, blocks, 0, 0)
         assert_same_bits(row, row_in_memory(layout, twins.quantize(twins.silu(x, weight), span)))
 
 

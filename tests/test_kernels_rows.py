@@ -127,7 +127,7 @@ def activate(target: str, source: str, span: int, x: np.ndarray, y: np.ndarray, 
         kernels(target).call("deviation", x, len(x), f32(EPS), inverse)
     num_blocks = len(x) // max(span, 32)
     for first, last in zip([0, *pieces], [*pieces, num_blocks]):
-        kernels(target).call(f"{source}_{span}", x, y, inverse, row, first, last - first, num_blocks)
+        kernels(target).call(f"{source}_{span}", x, y, inverse, row, first, last - first, num_blocks, 0, 0)
     return row
 
 
@@ -145,6 +145,28 @@ def test_activations_have_the_bits_of_the_twin_in_any_pieces(source: str, twin: 
         for spread in (1e-3, 1.0, 30.0):
             x, y = rows_of(rng, n, spread=spread), rows_of(rng, 2 * n if source == "centred" else n)
             assert_same_bits(activate(target, source, span, x, y, pieces), expected_row(span, twin(x, y)))
+
+
+@every_target
+@pytest.mark.parametrize("span", [256, 32, 1])
+@pytest.mark.parametrize("source", ["silu", "gelu", "clipped"])
+def test_a_block_of_many_rows_has_the_bits_that_it_has_of_each_row(source: str, span: int, target: str) -> None:
+    """As strips of outputs are: a row has its gates, then its ups, and is a block among others where it goes."""
+    rng, n = np.random.default_rng(span), max(span, 32)
+    for count in (1, 2, 5):
+        strips, out = (
+            rows_of(rng, count, 2, n),
+            np.zeros((count + 1, ActivationLayout(span).row_bytes(3 * n)), np.uint8),
+        )
+        gate, up = strips.ctypes.data - 4 * n, strips[:, 1].ctypes.data - 4 * n
+        kernels(target).call(f"{source}_{span}", gate, up, 0, out, 1, count, 3, strips.strides[0], out.strides[0])
+        for row, (x, y) in zip(out, strips):
+            alone = np.zeros_like(row)
+            wide = np.zeros((2, 3 * n), np.float32)
+            wide[:, n : 2 * n] = x, y
+            kernels(target).call(f"{source}_{span}", *wide, 0, alone, 1, 1, 3, 0, 0)
+            assert_same_bits(row, alone)
+        assert not out[count].any()
 
 
 EXTREMES = {

@@ -38,6 +38,9 @@ GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159595
 CLIPPED_SLOPE, CLIP = 1.7020000219345093, 7.0
 """Of the gates of gpt-oss: 1.702 as f32, and where they are cut off."""
 
+TOGETHER = 4
+"""Vectors whose values are made side by side: an exponential is a long chain."""
+
 TINY = 2.0**-120
 """Activations of a block that stays below this count as zeros: 127 / max |x| would leave f32's range."""
 
@@ -131,15 +134,16 @@ def add_gated(b: KernelBuilder, y: Value, gate: Value, out: Value, n: Value) -> 
         b.write(b.fmadd(b.read(VF, y, at), k, b.read(VF, out, at)), out, at)
 
 
-def _gated(b: KernelBuilder, source: Source, gate: Value, up: Value | None) -> Value:
-    """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up; no `up`: without it."""
-    z = gate
+def _gated(b: KernelBuilder, source: Source, gates: list[Value], ups: list[Value] | None) -> list[Value]:
+    """silu(gate) * up or gelu(gate) * up, as gate / (1 + exp(-z)) * up; no `ups`: without them."""
+    zs = gates
     if source != "silu":
-        square = b.fmul(gate, gate)
-        z = b.fmadd(b.fmul(square, gate), fill(VF, GELU_CUBIC), b.fmul(gate, fill(VF, GELU_LINEAR)))
-    negative = b.fsub(fill(VF, -0.0), z)
-    activated = b.fdiv(gate, b.fadd(fill(VF, 1.0), b.exp(negative)))
-    return b.fmul(activated, up) if up is not None else activated
+        cubes = [b.fmul(b.fmul(gate, gate), gate) for gate in gates]
+        pairs = zip(cubes, gates, strict=True)
+        zs = [b.fmadd(cube, fill(VF, GELU_CUBIC), b.fmul(gate, fill(VF, GELU_LINEAR))) for cube, gate in pairs]
+    powers = b.exp_of_each([b.fsub(fill(VF, -0.0), z) for z in zs])
+    values = [b.fdiv(gate, b.fadd(fill(VF, 1.0), e)) for gate, e in zip(gates, powers, strict=True)]
+    return values if ups is None else [b.fmul(v, up) for v, up in zip(values, ups, strict=True)]
 
 
 def _clipped(b: KernelBuilder, gate: Value, up: Value) -> Value:
@@ -154,13 +158,16 @@ def _clipped(b: KernelBuilder, gate: Value, up: Value) -> Value:
 def _lone(b: KernelBuilder, source: Source, x: Value) -> Value:
     """gelu(x), or the square of what of x is above 0 (So et al. 2021)."""
     if source == "lone_gelu":
-        return _gated(b, source, x, None)
+        return _gated(b, source, [x], None)[0]
     positive = b.larger(x, fill(VF, 0.0))
     return b.fmul(positive, positive)
 
 
 def activate(layout: ActivationLayout, source: Source) -> Kernel:
     """Quantize blocks first .. first + count of a row into an activation row of `blocks` blocks at dst.
+
+    Or, where dst_bytes is not 0, block `first` of `count` rows, x_bytes apart in x and y, dst_bytes where they go.
+    Two blocks of 256 are made side by side, since what their values are multiplied with is known late.
 
     The values are, with x and y addresses of the row's start:
         plain    x
@@ -173,36 +180,53 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
     span = max(layout.span, 32)
 
     def emit(
-        b: KernelBuilder, x: Value, y: Value, inverse: Value, dst: Value, first: Value, count: Value, blocks: Value
-    ) -> None:
+        b: KernelBuilder, x: Value, y: Value, inverse: Value, dst: Value, first: Value, count: Value, blocks: Value,
+        x_bytes: Value, dst_bytes: Value,
+    ) -> None:  # fmt: skip
         x, y, dst = b.pointer(x), b.pointer(y), b.pointer(dst)
         normed = source in ("norm", "centred")
         factor = b.broadcast(F32, b.pointer(inverse)) if normed else None
         mean = b.broadcast(F32, b.pointer(inverse), 4) if source == "centred" else None
         biases = b.times(blocks, 4 * span)
-        with b.loop(count) as r:
-            s = b.add(first, r)
-            values = []
-            for i in range(span // 16):
-                at = b.times(s, 4 * span), 64 * i
-                v = b.read(VF, x, *at)
-                if source == "norm":
-                    v = b.fmul(b.fmul(v, factor), b.read(VF, y, *at))
-                elif source == "centred":
-                    bias = b.read(VF, y, biases, *at)
-                    v = b.fmadd(b.fmul(b.fsub(v, mean), factor), b.read(VF, y, *at), bias)
-                elif source.startswith("lone_"):
-                    v = _lone(b, source, b.fadd(v, b.read(VF, y, *at)))
-                elif source == "clipped":
-                    v = _clipped(b, v, b.read(VF, y, *at))
-                elif source != "plain":
-                    v = _gated(b, source, v, b.read(VF, y, *at))
-                values.append(v)
-            if layout.span == 1:
+
+        in_row = b.icmp_signed("==", dst_bytes, I64(0))
+        step, along = b.select(in_row, I64(4 * span), x_bytes), b.zext(in_row, I64)
+
+        def made(at: list[tuple[Value, int]]) -> list[Value]:
+            """What is quantized, of vectors side by side: where there are exponentials, these are long chains."""
+            vs = [b.read(VF, x, *place) for place in at]
+            if source == "plain":
+                return vs
+            others = [b.read(VF, y, *place) for place in at]
+            if source in ("silu", "gelu"):
+                return _gated(b, source, vs, others)
+            both = zip(vs, others, strict=True)
+            if source == "norm":
+                return [b.fmul(b.fmul(v, factor), w) for v, w in both]
+            if source == "centred":
+                shifts = [b.read(VF, y, biases, *place) for place in at]
+                centred = [b.fmul(b.fsub(v, mean), factor) for v in vs]
+                return [b.fmadd(v, w, shift) for v, w, shift in zip(centred, others, shifts, strict=True)]
+            if source == "clipped":
+                return [_clipped(b, v, w) for v, w in both]
+            return [_lone(b, source, b.fadd(v, w)) for v, w in both]
+
+        def body(num: int, r: Value) -> None:
+            numbers = [b.sum(r, n) for n in range(num)]
+            of_blocks: list[list[Value]] = [[] for _ in numbers]
+            for n, values in zip(numbers, of_blocks, strict=True):
+                start = b.sum(b.times(first, 4 * span), b.times(n, step))
+                for i in range(0, span // 16, TOGETHER):
+                    values += made([(start, 64 * k) for k in range(i, min(i + TOGETHER, span // 16))])
+            places = [(b.at(dst, b.times(n, dst_bytes)), b.sum(first, b.times(n, along))) for n in numbers]
+            if layout.span > 1:
+                _quantize(b, layout, of_blocks, places, blocks)
+                return
+            for values, (row, s) in zip(of_blocks, places, strict=True):
                 for i, v in enumerate(values):
-                    b.write(v, dst, b.times(s, 4 * span), 64 * i)
-            else:
-                _quantize(b, layout, values, dst, s, blocks)
+                    b.write(v, row, b.times(s, 4 * span), 64 * i)
+
+        b.greedy(count, (2, 1) if layout.span == 256 else (1,), body)
 
     return emit
 
@@ -212,37 +236,44 @@ def _magnitude(b: KernelBuilder, x: Value) -> Value:
 
 
 def _quantize(
-    b: KernelBuilder, layout: ActivationLayout, values: list[Value], dst: Value, s: Value, blocks: Value
-) -> None:
-    """One block: symmetric int8 with scale max|x| / 127, rounded to even, and the sums the matmul tiles need."""
+    b: KernelBuilder, layout: ActivationLayout, of_blocks: list[list[Value]], places: list[tuple[Value, Value]],
+    blocks: Value,
+) -> None:  # fmt: skip
+    """Symmetric int8 with scale max|x| / 127, rounded to even, and the sums the matmul tiles need.
+
+    places: of each block, the activation row and the block's number there.
+    """
     span = layout.span
-    tops = [b.magnitude(v) for v in values]
-    while len(tops) > 1:
-        tops = [b.larger(p, q) for p, q in zip(tops[::2], tops[1::2], strict=True)]
-    top = b.tree(tops[0], b.larger)
-    empty = b.fcmp_ordered("<", top, F32(TINY))
-    factor = b.select(empty, F32(0.0), b.fdiv(F32(127.0), b.select(empty, F32(1.0), top)))
-    scale = b.fdiv(top, F32(127.0))
-    spread = b.splat(factor)
-    levels = [b.fptosi(b.round_even(b.fmul(v, spread)), VI) for v in values]
-    for i, q in enumerate(levels):
-        b.write(b.trunc(q, vector(I8, 16)), dst, b.times(s, span), 16 * i)
-    b.write(scale, dst, layout.after(b, blocks, 0), b.times(s, 4))
-    if span == 32:
-        total = b.intrinsic("llvm.vector.reduce.add.v16i32", I32, b.add(*levels))
-        b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
-        b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
-        return
-    # The sum of 16 levels in the lower half of a lane, that of their magnitudes, which is never negative, in the upper.
-    both = [b.add(q, b.shl(_magnitude(b, q), fill(VI, 16))) for q in levels]
-    summed = b.tree_of_each(both, b.add)
-    sixteens = b.ashr(b.shl(summed, fill(VI, 16)), fill(VI, 16))
-    loud = b.lshr(b.sub(summed, sixteens), fill(VI, 16))
-    pairs = b.add(b.pick(sixteens, sixteens, range(0, 16, 2)), b.pick(sixteens, sixteens, range(1, 16, 2)))
-    b.write(b.trunc(pairs, vector(I16, 8)), dst, layout.after(b, blocks, 4), b.times(s, 16))
-    b.write(b.trunc(sixteens, vector(I16, 16)), dst, layout.after(b, blocks, 20), b.times(s, 32))
-    loudest = b.intrinsic("llvm.vector.reduce.smax.v16i32", I32, loud)
-    b.write(loudest, dst, layout.after(b, blocks, 52), b.times(s, 4))
+    tops = []
+    for values in of_blocks:
+        sizes = [b.magnitude(v) for v in values]
+        while len(sizes) > 1:
+            sizes = [b.larger(p, q) for p, q in zip(sizes[::2], sizes[1::2], strict=True)]
+        tops.append(b.tree(sizes[0], b.larger))
+    for values, top, (dst, s) in zip(of_blocks, tops, places, strict=True):
+        empty = b.fcmp_ordered("<", top, F32(TINY))
+        factor = b.select(empty, F32(0.0), b.fdiv(F32(127.0), b.select(empty, F32(1.0), top)))
+        scale = b.fdiv(top, F32(127.0))
+        spread = b.splat(factor)
+        levels = [b.fptosi(b.round_even(b.fmul(v, spread)), VI) for v in values]
+        for i, q in enumerate(levels):
+            b.write(b.trunc(q, vector(I8, 16)), dst, b.times(s, span), 16 * i)
+        b.write(scale, dst, layout.after(b, blocks, 0), b.times(s, 4))
+        if span == 32:
+            total = b.intrinsic("llvm.vector.reduce.add.v16i32", I32, b.add(*levels))
+            b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
+            b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
+            continue
+        # The sum of 16 levels in the lower half of a lane, that of their magnitudes, which is never negative, in the upper.
+        both = [b.add(q, b.shl(_magnitude(b, q), fill(VI, 16))) for q in levels]
+        summed = b.tree_of_each(both, b.add)
+        sixteens = b.ashr(b.shl(summed, fill(VI, 16)), fill(VI, 16))
+        loud = b.lshr(b.sub(summed, sixteens), fill(VI, 16))
+        pairs = b.add(b.pick(sixteens, sixteens, range(0, 16, 2)), b.pick(sixteens, sixteens, range(1, 16, 2)))
+        b.write(b.trunc(pairs, vector(I16, 8)), dst, layout.after(b, blocks, 4), b.times(s, 16))
+        b.write(b.trunc(sixteens, vector(I16, 16)), dst, layout.after(b, blocks, 20), b.times(s, 32))
+        loudest = b.intrinsic("llvm.vector.reduce.smax.v16i32", I32, loud)
+        b.write(loudest, dst, layout.after(b, blocks, 52), b.times(s, 4))
 
 
 # ---------------------------------------------------------------- one head of q, k or v

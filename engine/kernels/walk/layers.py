@@ -49,24 +49,42 @@ def _activation(source: str) -> Any:
 
     x and y are addresses of the row's start; what they are depends on the source (`rows.activate`).
     """
-    in_256, in_32, in_1 = (_kernel(f"{source}_{span}", 7) for span in (256, 32, 1))
+    in_256, in_32, in_1 = (_kernel(f"{source}_{span}", 9) for span in (256, 32, 1))
 
     @compiled
     def activate(act: Record, r: int, x: int, y: int, inverse: int, first: int, count: int) -> None:
         if act.base_256:
             k = act.unit // 256
-            in_256(x, y, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256)
+            in_256(x, y, inverse, act.base_256 + r * act.row_256, first * k, count * k, act.num_values // 256, 0, 0)
         k = act.unit // 32
         if act.base_32:
-            in_32(x, y, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32)
+            in_32(x, y, inverse, act.base_32 + r * act.row_32, first * k, count * k, act.num_values // 32, 0, 0)
         if act.base_1:
-            in_1(x, y, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32)
+            in_1(x, y, inverse, act.base_1 + r * act.row_1, first * k, count * k, act.num_values // 32, 0, 0)
 
     return activate
 
 
+def _activation_of_rows(source: str, activate: Any) -> Any:
+    """A function that does so with unit `first` of `rows` rows, x and y being x_bytes apart."""
+    in_256 = _kernel(f"{source}_256", 9)
+
+    @compiled
+    def activate_rows(act: Record, r: int, rows: int, x: int, y: int, x_bytes: int, first: int) -> None:
+        if act.unit == 256 and act.base_256 and not act.base_32 and not act.base_1:
+            start, blocks = act.base_256 + r * act.row_256, act.num_values // 256
+            in_256(x, y, 0, start, first, rows, blocks, x_bytes, act.row_256)
+        else:
+            for j in range(rows):
+                activate(act, r + j, x + j * x_bytes, y + j * x_bytes, 0, first, 1)
+
+    return activate_rows
+
+
 activate_plain, activate_norm, activate_centred = map(_activation, ("plain", "norm", "centred"))
 activate_silu, activate_gelu, activate_clipped = map(_activation, ("silu", "gelu", "clipped"))
+silu_rows, gelu_rows = _activation_of_rows("silu", activate_silu), _activation_of_rows("gelu", activate_gelu)
+clipped_rows = _activation_of_rows("clipped", activate_clipped)
 activate_lone_gelu, activate_lone_relu2 = map(_activation, ("lone_gelu", "lone_relu2"))
 
 
@@ -216,20 +234,20 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
         start = buffer - first * LINE
         multiply(gate, act, first, first + unit // 16, r, start, row_bytes, 0, count)
         multiply(up, act, first, first + unit // 16, r, start + 4 * unit, row_bytes, 0, count)
-        for j in range(count):
+        for j in range(count if op.bias or op.weighted_inputs else 0):
             if op.bias:
                 biases = op.bias + 4 * (2 * expert * result.num_values + strip * unit)
                 add_vector(buffer + j * row_bytes, biases, unit)
                 add_vector(buffer + j * row_bytes + 4 * unit, biases + 4 * result.num_values, unit)
             if op.weighted_inputs:
                 scale_vector(buffer + j * row_bytes, c.slot_weights + 4 * (r + j), 2 * unit)
-            x = buffer + j * row_bytes - strip * unit * 4
-            if op.activates == Gate.GELU:
-                activate_gelu(result, r + j, x, x + 4 * unit, 0, strip, 1)
-            elif op.activates == Gate.CLIPPED:
-                activate_clipped(result, r + j, x, x + 4 * unit, 0, strip, 1)
-            else:
-                activate_silu(result, r + j, x, x + 4 * unit, 0, strip, 1)
+        x = buffer - strip * unit * 4
+        if op.activates == Gate.GELU:
+            gelu_rows(result, r, count, x, x + 4 * unit, row_bytes, strip)
+        elif op.activates == Gate.CLIPPED:
+            clipped_rows(result, r, count, x, x + 4 * unit, row_bytes, strip)
+        else:
+            silu_rows(result, r, count, x, x + 4 * unit, row_bytes, strip)
         r += step
 
 
