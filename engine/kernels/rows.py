@@ -188,7 +188,6 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
         factor = b.broadcast(F32, b.pointer(inverse)) if normed else None
         mean = b.broadcast(F32, b.pointer(inverse), 4) if source == "centred" else None
         biases = b.times(blocks, 4 * span)
-
         in_row = b.icmp_signed("==", dst_bytes, I64(0))
         step, along = b.select(in_row, I64(4 * span), x_bytes), b.zext(in_row, I64)
 
@@ -217,6 +216,10 @@ def activate(layout: ActivationLayout, source: Source) -> Kernel:
             for n, values in zip(numbers, of_blocks, strict=True):
                 start = b.sum(b.times(first, 4 * span), b.times(n, step))
                 for i in range(0, span // 16, TOGETHER):
+                    if num == 2 and source in ("silu", "gelu"):  # those that come next, from L2
+                        for k in range(i, i + TOGETHER):
+                            b.prefetch(b.at(x, start, b.times(step, num), 64 * k))
+                            b.prefetch(b.at(y, start, b.times(step, num), 64 * k))
                     values += made([(start, 64 * k) for k in range(i, min(i + TOGETHER, span // 16))])
             places = [(b.at(dst, b.times(n, dst_bytes)), b.sum(first, b.times(n, along))) for n in numbers]
             if layout.span > 1:
@@ -264,7 +267,7 @@ def _quantize(
             b.write(b.sub(I32(0), total), dst, layout.after(b, blocks, 4), b.times(s, 4))
             b.write(b.fmul(scale, b.sitofp(total, F32)), dst, layout.after(b, blocks, 8), b.times(s, 4))
             continue
-        # The sum of 16 levels in the lower half of a lane, that of their magnitudes, which is never negative, in the upper.
+        # The sum of 16 levels in the lower half of a lane, that of their magnitudes, never negative, in the upper one.
         both = [b.add(q, b.shl(_magnitude(b, q), fill(VI, 16))) for q in levels]
         summed = b.tree_of_each(both, b.add)
         sixteens = b.ashr(b.shl(summed, fill(VI, 16)), fill(VI, 16))
