@@ -32,8 +32,13 @@ class Buffers:
         def line(n: int) -> int:
             return -(-n // 16) * 16
 
+        def apart(n: int) -> int:
+            """Floats of a row of n that lies an odd number of cache lines behind the one before: at multiples of 2 KB,
+            what products write of all rows at once would share two of the sets of a cache."""
+            return (line(n) // 16 | 1) * 16
+
         self.ids, self.positions, self.table_rows, self.wanted = (np.zeros(rows, np.int32) for _ in range(4))
-        self.x = floats(rows, line(c.hidden_size))
+        self.x = floats(rows, apart(c.hidden_size))
         gates = c.num_heads if c.arch.delta_layers else 0
         taken = max((c.num_heads + gates) * h.dim + 2 * h.keys for h in c.heads)
         given = c.num_heads * widest
@@ -45,22 +50,22 @@ class Buffers:
             taken, given = max(taken, c.scan.values + c.scan.channels + steps), max(given, c.scan.values)
         if c.convolution is not None:
             taken = max(taken, 3 * c.convolution.channels)
-        self.qkv = floats(rows, taken)
+        self.qkv = floats(rows, apart(taken))
         self.attention = floats(rows, given)
         needs_branch = c.arch.post_norms or c.has_shared_gate
-        self.branch = floats(rows, line(max(c.hidden_size, c.layer_embedding_size))) if needs_branch else self.x
-        self.beside = floats(rows, line(c.hidden_size)) if c.experts and c.arch.experts_beside else self.x
+        self.branch = floats(rows, apart(max(c.hidden_size, c.layer_embedding_size))) if needs_branch else self.x
+        self.beside = floats(rows, apart(c.hidden_size)) if c.experts and c.arch.experts_beside else self.x
         given = c.num_layers * c.layer_embedding_size
         self.given = floats(rows, line(given)) if given else None
         """What gates a branch in each layer."""
         self.states = floats(SPLIT_ROWS * self.num_parts * c.num_heads * state)
         attention = 4 * (QUERY_TILE * (PART + 2 * state) + BLOCK * widest + 2 * BLOCK) + 20 * QUERY_TILE
-        gated = GATED_ROWS * 2 * 256 * 4
+        gated = GATED_ROWS * (2 * 256 * 4 + LINE)
         self.scratch = zeroed(threads * line(max(attention, gated, 4 * given))).reshape(threads, -1)
         widest_gate = max(c.ffn_sizes, default=0)
         self.products = floats(FEW_ROWS, 2 * widest_gate)
         self.strip_groups = zeroed(8 * (widest_gate // 32 + 1))
-        self.logits = floats(MAX_WANTED, line(c.vocab_size))
+        self.logits = floats(MAX_WANTED, apart(c.vocab_size))
         self.generation = zeroed(LINE).view(np.int64)
         self.counters = zeroed(LINE * (16 + 32 * c.num_layers)).view(np.int64)
         self._experts(c, rows)

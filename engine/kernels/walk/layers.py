@@ -224,7 +224,8 @@ def gated(c: Record, op: Record, tid: int, row: int, rows: int, expert: int, str
     result = activation_at(c.activations, op.second)
     gate, up = matrix_at(c.matrices, op.matrix), matrix_at(c.matrices, op.matrix + 1)
     unit = result.unit
-    row_bytes, buffer = 8 * unit, c.scratch + tid * c.scratch_bytes
+    # Rows are an odd number of cache lines apart, or what products write of all of them would share a set of the cache.
+    row_bytes, buffer = 8 * unit + LINE, c.scratch + tid * c.scratch_bytes
     first = expert * gate.num_groups + strip * unit // 16
     step = min(GATED_ROWS, even_share(rows, GATED_ROWS))
     r = row
