@@ -175,9 +175,7 @@ class Panel:
     @property
     def _per_chunk(self) -> int:
         """Blocks in a panel."""
-        import os
-
-        return int(os.environ.get("PC", "256")) // self.fmt.span
+        return CHUNK // self.fmt.span
 
     def emit(
         self, b: KernelBuilder, w: Value, group_bytes: Value, groups: Value, a: Value, lda: Value, out: Value,
@@ -349,9 +347,8 @@ class Panel:
             b.prefetch(b.at(block.words_ahead, b.times(share, size), line))
 
     def _simple_sums(
-        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value],
-        whole: list[list[Value]],
-    ) -> None:  # fmt: skip
+        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value], whole: list[list[Value]]
+    ) -> None:
         """whole = the dot products of a block that has one scale, begun at -bias * the sum of its activations."""
         fmt = self.fmt
         self._prefetch(b, block, I64(0), 1, 0, 1)
@@ -377,15 +374,10 @@ class Panel:
                 of_row[g] = dot4(b, self.target, False, of_row[g], w, quad)
 
     def _scaled_sums(
-        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value],
-        whole: list[list[Value]],
-    ) -> None:  # fmt: skip
+        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value], whole: list[list[Value]]
+    ) -> None:
         """whole = the dot products of a block's sub-blocks times their scales."""
         most = self.fmt.loudest
-        import os
-
-        if "noloud" in os.environ.get("PV", ""):
-            most = 5000
         if most < CALM or most >= LOUDEST:
             self._pairs_of_subs(b, some, block, rows, whole, most >= LOUDEST)
             return
@@ -400,9 +392,8 @@ class Panel:
                 self._pairs_of_subs(b, some, block, rows, whole, False)
 
     def _pairs_of_subs(
-        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value],
-        whole: list[list[Value]], short: bool,
-    ) -> None:  # fmt: skip
+        self, b: KernelBuilder, some: _Rows, block: _Block, rows: Sequence[Value], whole: list[list[Value]], short: bool
+    ) -> None:
         """Two sub-blocks at a time, which may lie in the same words. short: their sums fit 16 bits."""
         fmt, place = self.fmt, _Place(self.fmt)
         num_pairs = fmt.num_subs // 2
