@@ -109,7 +109,7 @@ class Weights:
         for m in matrices:
             m.offset = total
             total += -(-m.num_bytes // PAGE) * PAGE
-        # Kernels prefetch past the last group; the addresses should be ours even so.
+        # Kernels prefetch past the last group, panels by two groups more; no prefetch fails, but most should hit ours.
         total += 2 * PREFETCH_BYTES
         self.from_disk = from_disk
         self._lay_out_rows = lay_out

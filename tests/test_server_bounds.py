@@ -114,7 +114,7 @@ def test_brackets_in_texts_are_no_objects_and_arrays() -> None:
         parse_body(b'{"a": "' + b"[" * MAX_CONTAINERS * 2)
 
 
-@pytest.mark.parametrize("rest", ['"', '\\"', '"\\', "\\", '"[" '])
+@pytest.mark.parametrize("rest", ['"', '\\"', '"\\', "\\", '"[" ', "\\a"])
 def test_many_quotes_cost_no_time(rest: str) -> None:
     started = time.process_time()
     with pytest.raises(ApiError):

@@ -213,7 +213,8 @@ def _load(name: str, settings: Settings, options: ServeOptions, make_engine: Eng
         name=name,
         engine=engine,
         admission=Admission(options.max_concurrent, options.max_queue),
-        texts=Admission(1, options.max_queue),
+        # A prompt is tokenized before its reply has a place: no request that has one may be refused here.
+        texts=Admission(1, options.max_concurrent + options.max_queue),
         sampling=settings.sampling,
         speculation=None if settings.speculation == "auto" else settings.speculation,
         transcripts=Transcripts(replies),

@@ -18,8 +18,9 @@ MAX_CONTAINERS = 50_000
 at all there are again and again while more are made, and the whole server waits for it."""
 
 _NAMES = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
-_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A text of a body; one that does not end goes to the end, or the search would begin anew at each quote in it."""
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A text of a body; one that does not end goes to the end, or the search would begin anew at each quote in it. Nothing
+is tried twice, or each backslash would be remembered."""
 
 
 def kind_of(value: object) -> str:

@@ -38,7 +38,7 @@ class Served:
     name: str
     engine: Engine
     admission: Admission
-    texts: Admission = field(default_factory=lambda: Admission(1, 16))
+    texts: Admission = field(default_factory=lambda: Admission(1, 20))
     """Places for texts that are only tokenized: one at a time, beside the replies, which it slows down."""
     sampling: SamplingParams = SamplingParams()
     """What holds where a request says nothing."""

@@ -173,7 +173,7 @@ def gate_given(c: Record, op: Record, i: int, end: int) -> None:
 def even_share(rows: int, most: int) -> int:
     """Rows of a stretch, where `rows` are cut into as few as have no more than about `most`, and all as many.
 
-    Stretches of a dozen: a matrix product takes rows by six (`panel.py`), or by eight.
+    Stretches of a dozen: a matrix product takes rows by four or six (`panel.py`), or by eight.
     """
     stretches = (rows + most - 1) // most
     return ((rows + stretches - 1) // stretches + 11) // 12 * 12
